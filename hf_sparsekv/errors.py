@@ -1,0 +1,28 @@
+"""Everything that can go wrong for a user, one class per kind of mistake.
+
+Every message names the value that was given, the limit it broke, and what to do instead.
+"""
+
+
+class SparseKVError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+
+class ConfigError(SparseKVError, ValueError):
+    """An option is unknown, out of range, without effect, or contradicts another one."""
+
+
+class ModelError(SparseKVError, ValueError):
+    """The model uses something that a sparse cache does not support."""
+
+
+class CacheError(SparseKVError, RuntimeError):
+    """The cache is used in a way that its contents do not allow."""
+
+
+class InputError(SparseKVError, ValueError):
+    """A prompt, a file or a tensor is not what the call needs."""
+
+
+class ScoreError(SparseKVError, ArithmeticError):
+    """A scorer returned something that cannot rank tokens: NaN, infinity, a wrong shape."""

@@ -1,0 +1,105 @@
+"""The function registered as attention implementation "sparsekv", with transformers' signature."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from hf_sparsekv.attention.forward import attend
+from hf_sparsekv.errors import InputError, ModelError
+from hf_sparsekv.hf.masks import dense_mask
+
+if TYPE_CHECKING:
+    from hf_sparsekv.hf.cache_adapter import CacheLayer
+
+BACKENDS = ("sdpa", "eager")
+"""Dense attention that can run while every token is at hand: transformers' own functions, by their names."""
+LAYER_KEYWORD = "sparsekv_layer"
+"""How a cache layer reaches the attention function on transformers >= 5.24: injected into the call's kwargs."""
+LAYER_ATTRIBUTE = "_sparsekv_layer"
+"""How it does before: on the view of the key that `Cache.update` returns."""
+
+_UNSUPPORTED = {
+    "sliding_window": "a sliding window",
+    "softcap": "logit softcapping",
+    "output_attentions": "output_attentions (no attention matrix is ever built)",
+    "s_aux": "attention sinks as learned logits",
+    "position_bias": "a position bias",
+}
+
+
+def sparsekv_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention over a sparse cache, or plain sdpa when the forward pass has none.
+
+    Args:
+        module: the model's attention module.
+        query: [B, H, T, D] after RoPE. key, value: [B, K, T, D] with our cache, [B, K, N, D] otherwise.
+        attention_mask: what `sparsekv_mask` returned.
+        scaling: factor on the logits; default D ** -0.5.
+        dropout: applied only without our cache.
+        kwargs: the model's other arguments; features that cannot work raise.
+    Returns:
+        output [B, T, H, D] and None, the attention weights that are never built.
+    Raises:
+        ModelError: the model asks for a feature that a sparse cache does not support.
+        InputError: packed sequences or a custom 4D mask together with a sparse cache.
+    """
+    layer: CacheLayer | None = kwargs.pop(LAYER_KEYWORD, None) or getattr(key, LAYER_ATTRIBUTE, None)
+    if layer is None:
+        mask = dense_mask(attention_mask, query, key.shape[2], allow_none=True)
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return output, None
+    for name, feature in _UNSUPPORTED.items():
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise ModelError(f"{type(module).__name__} asks for {feature}, which a sparse cache does not support")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise InputError(
+            f"a sparse cache takes a 2D padding mask [batch, tokens], got {list(attention_mask.shape)} "
+            "(packed sequences and custom 4D masks need the dense cache)"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    step = layer.begin(query, attention_mask, scale)
+
+    def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return _dense_attention(module, query, key, value, attention_mask, scale, step.backend)
+
+    output = attend(
+        layer.state,
+        query,
+        key,
+        value,
+        scale,
+        dense,
+        is_decode=step.is_decode,
+        is_prompt_end=step.is_prompt_end,
+    )
+    return output, None
+
+
+def _dense_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, backend: str
+) -> Tensor:
+    if backend == "sdpa":
+        built = dense_mask(mask, query, key.shape[2], allow_none=True)
+        output, _ = sdpa_attention_forward(module, query, key, value, built, scaling=scale)
+        return output
+    built = dense_mask(mask, query, key.shape[2], allow_none=False)
+    assert built is not None
+    lowest = torch.finfo(query.dtype).min
+    bias = torch.where(built, torch.tensor(0.0, dtype=query.dtype, device=built.device), lowest)
+    eager_output: Tensor
+    eager_output, _ = eager_attention_forward(module, query, key, value, bias, scaling=scale)
+    return eager_output

@@ -1,0 +1,33 @@
+"""What differs between the supported transformers versions, all of it."""
+
+import warnings
+
+import transformers
+from packaging.version import Version
+
+MINIMUM_VERSION = "5.17"
+FIRST_UNTESTED_VERSION = "5.25"
+
+_VERSION = Version(transformers.__version__)
+
+CACHE_KEYWORD = "cache" if _VERSION >= Version("5.24") else "past_key_values"
+"""Name of the cache argument of `model(...)` and `model.generate(...)`; renamed in 5.24."""
+
+
+def check_version() -> None:
+    """Refuse transformers versions that cannot work, warn about ones that nobody tried.
+
+    Raises:
+        ImportError: transformers is older than the oldest supported version.
+    """
+    if _VERSION < Version(MINIMUM_VERSION):
+        raise ImportError(
+            f"hf_sparsekv needs transformers >= {MINIMUM_VERSION}, found {transformers.__version__}: "
+            f"pip install 'transformers>={MINIMUM_VERSION},<{FIRST_UNTESTED_VERSION}'"
+        )
+    if _VERSION >= Version(FIRST_UNTESTED_VERSION):
+        warnings.warn(
+            f"hf_sparsekv is tested with transformers >= {MINIMUM_VERSION}, < {FIRST_UNTESTED_VERSION}; "
+            f"found {transformers.__version__}",
+            stacklevel=3,
+        )

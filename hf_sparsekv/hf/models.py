@@ -1,0 +1,87 @@
+"""Model facts: what a sparse cache needs to know of an architecture, and which ones it refuses."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hf_sparsekv.errors import ModelError
+from hf_sparsekv.plan import ModelShape
+
+_STATIC_ROPE_TYPES = ("linear", "llama3", "yarn")
+"""RoPE variants whose frequencies do not depend on the length."""
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part of a configuration that describes the decoder."""
+    if not isinstance(config, PreTrainedConfig):
+        raise ModelError(f"expected a model configuration (model.config), got {type(config).__name__}")
+    return config.get_text_config(decoder=True)
+
+
+def model_shape(config: PreTrainedConfig) -> ModelShape:
+    """Layers, heads and head dimension of a decoder.
+
+    Raises:
+        ModelError: the configuration lacks one of them, or has a feature that a sparse cache does not support.
+    """
+    text = text_config(config)
+    check_supported(text)
+    numbers = {}
+    for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        value = getattr(text, name, None)
+        if not isinstance(value, int):
+            raise ModelError(f"model type {text.model_type!r} has no {name} in its configuration: is it a Llama-family decoder?")
+        numbers[name] = value
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // numbers["num_attention_heads"]
+    return ModelShape(
+        num_layers=numbers["num_hidden_layers"],
+        num_heads=numbers["num_attention_heads"],
+        num_kv_heads=numbers["num_key_value_heads"],
+        head_dim=head_dim,
+    )
+
+
+def check_supported(text: PreTrainedConfig) -> None:
+    """Refuse attention features that would give wrong text, by name.
+
+    Raises:
+        ModelError: sliding window, softcap, MLA, cross attention, or layers without softmax attention.
+    """
+    found = [name for name, is_there in _unsupported_features(text).items() if is_there]
+    if found:
+        raise ModelError(
+            f"model type {text.model_type!r} uses {', '.join(found)}, which a sparse cache does not support: "
+            "use it with its own dense cache"
+        )
+
+
+def rope_inv_freq(config: PreTrainedConfig, head_dim: int) -> Tensor | None:
+    """fp32 [head_dim / 2] RoPE frequencies, or None where they change with length or cover part of the head only."""
+    text = text_config(config)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    kind = parameters.get("rope_type", "default")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        return None
+    if kind == "default" and "rope_theta" in parameters:
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return 1.0 / parameters["rope_theta"] ** exponent
+    if kind in _STATIC_ROPE_TYPES:
+        inv_freq: Tensor = ROPE_INIT_FUNCTIONS[kind](text, torch.device("cpu"))[0]
+        return inv_freq
+    return None
+
+
+def _unsupported_features(text: PreTrainedConfig) -> dict[str, bool]:
+    layer_types = getattr(text, "layer_types", None) or []
+    has_window = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
+    kinds = set(layer_types) - {"full_attention"}
+    return {
+        "a sliding window": any("sliding" in kind or "chunked" in kind for kind in kinds)
+        or (not layer_types and has_window),
+        "linear or recurrent attention layers": any("linear" in kind or "mamba" in kind for kind in kinds),
+        "logit softcapping": getattr(text, "attn_logit_softcapping", None) is not None,
+        "multi-head latent attention (MLA)": getattr(text, "kv_lora_rank", None) is not None,
+        "cross attention": bool(getattr(text, "is_encoder_decoder", False))
+        or bool(getattr(text, "add_cross_attention", False)),
+    }

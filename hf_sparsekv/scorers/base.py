@@ -1,0 +1,147 @@
+"""What a scorer is: tensors of one layer in, one fp32 score per key out, larger = keep.
+
+A scorer never sees padding, a cache, a request or a model: rows of different length are scored one by one, so every
+tensor it gets is dense. Shapes: B request, H query head, K KV head, G = H // K, A observed query row, N key, D head dim.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from hf_sparsekv import ops
+
+Queries = Literal["none", "last", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreInputs:
+    """What one layer knows when its prompt (or a new turn) has ended.
+
+    Keys are in storage order: what was kept from earlier, then the new tokens, so the last A keys belong to the last A
+    query rows.
+    """
+
+    keys: Tensor
+    """[B, K, N, D], after RoPE."""
+    values: Tensor
+    """[B, K, N, D]."""
+    queries: Tensor
+    """[B, H, A, D], after RoPE: the last A rows, as many as the scorer's `queries` asks for; A == 0 for "none"."""
+    scale: float
+    """Factor on the logits."""
+    row_reduction: str
+    """"mean" or "max" over the observed rows; the configuration's, or the scorer's own default."""
+    group_reduction: str
+    """"mean" or "max" over the query heads of a KV head."""
+    lse: Tensor | None = None
+    """fp32 [B, H, A], log-sum-exp of those rows where the attention backend returned it."""
+    carried: Tensor | None = None
+    """fp32 [B, K, N]: score that stored tokens kept from earlier turns and decoding, 0 for new tokens; None at first."""
+    positions: Tensor | None = None
+    """int64 [B, K, N]: position of every key; None when key j simply has position j."""
+    num_seen: int = 0
+    """Tokens seen so far, these included; the next token gets this position."""
+    inv_freq: Tensor | None = None
+    """fp32 [D / 2], RoPE's inverse frequencies, for scorers that undo the rotation (rotate-half layout)."""
+    layer_idx: int = 0
+
+    @property
+    def lengths(self) -> Tensor:
+        """int32 [B], every entry N."""
+        batch, _, num_keys, _ = self.keys.shape
+        return torch.full((batch,), num_keys, dtype=torch.int32, device=self.keys.device)
+
+    def row_lse(self) -> Tensor:
+        """fp32 [B, H, A]: the backend's LSE, or computed here when it returned none."""
+        if self.lse is not None:
+            return self.lse
+        return ops.window_lse(self.queries, self.keys, self.lengths, self.scale, self.keys.shape[2])
+
+    def attention_received(
+        self, *, row_reduction: str | None = None, num_rows: int | None = None, value_norm: bool = False
+    ) -> Tensor:
+        """fp32 [B, K, N]: softmax weight that each key gets from the observed rows, on a probability scale.
+
+        Args:
+            row_reduction: overrides the configured one.
+            num_rows: use only the last `num_rows` rows.
+            value_norm: multiply by the norm of the key's value.
+        """
+        rows = self.queries.shape[2] if num_rows is None else min(num_rows, self.queries.shape[2])
+        norm = self.values.float().norm(dim=-1) if value_norm else None
+        score, _ = ops.window_score(
+            self.queries[:, :, self.queries.shape[2] - rows :],
+            self.keys,
+            self.row_lse()[:, :, self.queries.shape[2] - rows :],
+            self.lengths,
+            self.scale,
+            self.keys.shape[2],
+            row_reduction or self.row_reduction,
+            self.group_reduction,
+            None,
+            norm,
+        )
+        return score
+
+    def key_diversity(self) -> Tensor:
+        """fp32 [B, K, N]: negative cosine between each key and the mean key direction, in [-1, 1]."""
+        lengths, num_keys = self.lengths, self.keys.shape[2]
+        anchor = ops.key_anchor(self.keys, lengths, num_keys)[:, :, None]
+        return -torch.nn.functional.cosine_similarity(self.keys.float(), anchor, dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoLists:
+    """Two scores that fill the budget together: the first takes its share of the free places, the second the rest."""
+
+    primary: Tensor
+    """fp32 [B, K, N], pooled as the configuration says; its values are what decoding goes on with."""
+    secondary: Tensor
+    """fp32 [B, K, N]; only its order matters."""
+    share: float
+    """Part of the free places that the first list fills, in [0, 1]."""
+    secondary_pooling: str = "none"
+    secondary_width: int = 1
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How a score spreads to its neighbours before selection, see `ops.pool_scores`."""
+
+    kind: str = "none"
+    width: int = 1
+
+
+class Scorer(ABC):
+    """One published way to say which keys matter. Subclass it, set the class attributes, write `score`.
+
+    A scorer holds hyper-parameters only, never state of a request: one object serves every layer and request.
+    """
+
+    name: ClassVar[str]
+    """What the configuration calls it."""
+    queries: ClassVar[Queries] = "last"
+    """Which query rows it needs: none, the observation window ("last"), or every row of the prompt ("all")."""
+    is_query_aware: ClassVar[bool] = True
+    """Whether the score depends on the queries, and so on a question at the prompt's end."""
+    is_probability: ClassVar[bool] = True
+    """Whether scores are softmax weights. If not, decoding goes on with the rank of each kept token instead."""
+    uses_row_reduction: ClassVar[bool] = False
+    """Whether `row_reduction` changes this score; setting it for another scorer is an error."""
+    uses_group_reduction: ClassVar[bool] = False
+    default_pooling: ClassVar[Pooling] = Pooling()
+    default_row_reduction: ClassVar[str] = "mean"
+    default_decode: ClassVar[str] = "replace_lowest"
+    decode_decay: ClassVar[float | None] = None
+    """Decay of the score while decoding; None = 1 - 1 / observation_window."""
+    decode_gain: ClassVar[float | None] = None
+    """Weight of each new softmax weight while decoding; None = 1 - decay."""
+    ring_freezes_selection: ClassVar[bool] = True
+    """In `decode="ring"`: whether the prompt's selection stays for good, or everything but the sinks grows old."""
+
+    @abstractmethod
+    def score(self, inputs: ScoreInputs) -> Tensor | TwoLists:
+        """fp32 [B, K, N], finite, larger = keep; or two lists that share the budget."""

@@ -1,0 +1,110 @@
+"""From a scorer's answer to the kept tokens of one layer, and the score that each keeps for decoding.
+
+Tensors only: no cache, request or model is known here. Shapes: B request, K KV head, N candidate, C kept slot.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_sparsekv import ops
+from hf_sparsekv.config import SparseKVConfig
+from hf_sparsekv.errors import ScoreError
+from hf_sparsekv.scorers import TwoLists
+
+NEVER_EVICTED = float("inf")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The outcome of a selection."""
+
+    index: Tensor
+    """int64 [B, K, C], candidates kept, ascending, then -1."""
+    counts: Tensor
+    """int32 [B], how many."""
+    scores: Tensor
+    """fp32 [B, K, C], what decoding goes on with: lowest is replaced first."""
+
+
+def check_scores(scores: Tensor | TwoLists, shape: tuple[int, int, int], layer_idx: int, scorer: str) -> None:
+    """Refuse scores that cannot rank tokens, naming the layer and the scorer.
+
+    Raises:
+        ScoreError: not fp32 [B, K, N], NaN or infinite.
+    """
+    lists = (scores.primary, scores.secondary) if isinstance(scores, TwoLists) else (scores,)
+    for tensor in lists:
+        where = f"scorer {scorer!r}, layer {layer_idx}"
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
+            got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ScoreError(f"{where}: expected float32 scores {list(shape)} (batch, KV heads, keys), got {got}")
+        if not bool(tensor.isfinite().all()):
+            kind = "NaN" if bool(tensor.isnan().any()) else "infinity"
+            raise ScoreError(f"{where}: scores contain {kind}; every key needs a finite score")
+
+
+def select_kept(
+    scores: Tensor | TwoLists, budgets: Tensor, capacity: int, positions: Tensor | None, config: SparseKVConfig
+) -> Kept:
+    """Choose the tokens that stay.
+
+    Args:
+        scores: fp32 [B, K, N], checked.
+        budgets: int32 [B] tokens to keep.
+        capacity: C.
+        positions: int64 [B, K, N] position per candidate, None when candidate j has position j.
+        config: sinks, recent tokens, pooling, scorer and decode mode.
+    """
+    primary = scores.primary if isinstance(scores, TwoLists) else scores
+    batch, _, num_keys = primary.shape
+    lengths = torch.full((batch,), num_keys, dtype=torch.int32, device=primary.device)
+    second = scores if isinstance(scores, TwoLists) else None
+    index, counts, retained = ops.select(
+        primary,
+        lengths,
+        budgets,
+        capacity,
+        config.num_sink_tokens,
+        config.num_recent_tokens,
+        config.pool.kind,
+        config.pool.width,
+        second.secondary if second else None,
+        second.secondary_pooling if second else "none",
+        second.secondary_width if second else 1,
+        second.share if second else 1.0,
+    )
+    kept_positions = index if positions is None else positions.gather(-1, index.clamp_min(0))
+    kept_scores = decode_scores(retained, index >= 0, kept_positions, config)
+    return Kept(index, counts, kept_scores)
+
+
+def decode_scores(retained: Tensor, is_kept: Tensor, positions: Tensor, config: SparseKVConfig) -> Tensor:
+    """The score of each kept token on the scale that decoding goes on with.
+
+    `replace_lowest` needs softmax weights: a scorer on another scale leaves its ranks, scaled to sum to 1.
+    `ring` evicts by age: the score is the token's position, or infinity for the frozen selection of the prompt.
+
+    Args:
+        retained: fp32 [B, K, C], the selection's scores.
+        is_kept: bool [B, K, C]; kept tokens come first, in ascending order of position.
+        positions: int64 [B, K, C]; entries that are not kept may be anything.
+        config: decode mode and scorer.
+    Returns:
+        fp32 [B, K, C], 0 where nothing is kept.
+    """
+    scorer = config.scorer_object
+    count = is_kept.sum(dim=-1, keepdim=True)
+    if config.decode_mode == "ring":
+        ages = positions.float()
+        if scorer.ring_freezes_selection:
+            place = torch.arange(is_kept.shape[-1], device=is_kept.device)
+            ages = ages.masked_fill(place < count - config.num_recent_tokens, NEVER_EVICTED)
+        return ages.masked_fill(~is_kept, 0.0)
+    if scorer.is_probability:
+        return retained
+    order = retained.masked_fill(~is_kept, NEVER_EVICTED).argsort(dim=-1, stable=True)
+    ladder = torch.arange(1, order.shape[-1] + 1, device=order.device, dtype=torch.float32)
+    ranks = torch.empty_like(retained).scatter_(-1, order, ladder.expand_as(retained))
+    return (2.0 * ranks / (count * (count + 1.0)).clamp_min(1.0)).masked_fill(~is_kept, 0.0)
