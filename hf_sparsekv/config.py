@@ -132,8 +132,26 @@ class SparseKVConfig:
     def to_dict(self) -> dict[str, Any]:
         """All options as JSON-able values; an own scorer object must be registered first."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        described = describe_scorer(self.scorer_object)
-        values["scorer"], values["scorer_options"] = described["name"], described["options"]
+        if not isinstance(self.scorer, str):
+            described = describe_scorer(self.scorer)
+            values["scorer"], values["scorer_options"] = described["name"], described["options"]
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+
+    def effective(self) -> dict[str, Any]:
+        """What is in force, defaults resolved, as JSON-able values; an unregistered scorer appears by its repr."""
+        scorer, (decay, gain) = self.scorer_object, self.decode_weights
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {
+            "scorer": scorer.name,
+            "scorer_options": repr(scorer),
+            "pooling": self.pool.kind,
+            "pool_kernel_size": self.pool.width,
+            "row_reduction": self.rows if scorer.uses_row_reduction else None,
+            "group_reduction": self.groups if scorer.uses_group_reduction else None,
+            "decode": self.decode_mode,
+            "decay": decay if self.decode_mode == "replace_lowest" else None,
+            "gain": gain if self.decode_mode == "replace_lowest" else None,
+        }
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
     @classmethod

@@ -84,7 +84,9 @@ def generate(
     cache.expect_prompt(prompt_length - int(cache.get_seq_length()))
     start = time.perf_counter()
     with sparse_attention(model), torch.no_grad():
-        result = model.generate(**batch, **{CACHE_KEYWORD: cache}, **options)
+        result = model.generate(  # type: ignore[operator]
+            **batch, **{CACHE_KEYWORD: cache}, **options
+        )
     seconds = time.perf_counter() - start
     sequences: Tensor = result if isinstance(result, Tensor) else result.sequences
     new_tokens = sequences[:, prompt_length:]
@@ -120,6 +122,8 @@ def _model_inputs(
         if not texts or any(not text.strip() for text in texts):
             raise InputError("the prompt is empty: give at least one token")
         inputs = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, padding_side="left")
+    if not isinstance(inputs, (Tensor, Mapping)):
+        raise InputError(f"inputs must be token ids, a mapping with input_ids, or text: got {type(inputs).__name__}")
     batch = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2:

@@ -81,9 +81,7 @@ class LayerPlan:
         windows = [i for i in range(shape.num_layers) if i not in full]
         budgets = dict(zip(windows, _window_budgets(config, len(windows)), strict=True))
         layers = tuple(
-            LayerSpec(
-                layer_idx=i, is_full=i in full, budget=budgets.get(i), num_protected=config.num_protected
-            )
+            LayerSpec(layer_idx=i, is_full=i in full, budget=budgets.get(i), num_protected=config.num_protected)
             for i in range(shape.num_layers)
         )
         return cls(shape=shape, layers=layers, grows=config.decode_mode == "grow")
@@ -94,7 +92,13 @@ class LayerPlan:
         return sum(spec.is_full for spec in self.layers)
 
     def layer_bytes(
-        self, layer_idx: int, length: int, *, element_bytes: int, prompt_length: int | None = None, batch_size: int = 1
+        self,
+        layer_idx: int,
+        length: int,
+        *,
+        element_bytes: int,
+        prompt_length: int | None = None,
+        batch_size: int = 1,
     ) -> int:
         """Bytes that a layer holds for requests of `length` tokens once decoding has begun.
 
@@ -122,9 +126,7 @@ class LayerPlan:
     ) -> int:
         """Sum of `layer_bytes` over the layers."""
         return sum(
-            self.layer_bytes(
-                i, length, element_bytes=element_bytes, prompt_length=prompt_length, batch_size=batch_size
-            )
+            self.layer_bytes(i, length, element_bytes=element_bytes, prompt_length=prompt_length, batch_size=batch_size)
             for i in range(len(self.layers))
         )
 

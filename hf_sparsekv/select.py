@@ -46,7 +46,11 @@ def check_scores(scores: Tensor | TwoLists, shape: tuple[int, int, int], layer_i
 
 
 def select_kept(
-    scores: Tensor | TwoLists, budgets: Tensor, capacity: int, positions: Tensor | None, config: SparseKVConfig
+    scores: Tensor | TwoLists,
+    budgets: Tensor,
+    capacity: int,
+    positions: Tensor | None,
+    config: SparseKVConfig,
 ) -> Kept:
     """Choose the tokens that stay.
 

@@ -141,7 +141,8 @@ def _column_weights(layer: WindowLayer, query: Tensor, scale: float) -> Tensor:
     logits = torch.matmul(grouped, keys.float().transpose(-1, -2)).mul_(scale)
     if layer.padding.is_token is not None:
         logits.masked_fill_(~layer.padding.is_token[:, None, None], float("-inf"))
-    return logits.softmax(dim=-1).mean(dim=2)
+    weights: Tensor = logits.softmax(dim=-1).mean(dim=2)
+    return weights
 
 
 def _attend_stored_and_new(layer: WindowLayer, query: Tensor, scale: float) -> Tensor:

@@ -203,14 +203,20 @@ def _new_store(
     next_positions = torch.full_like(counts, num_seen)
     positions = positions.to(torch.int32).contiguous()
     victims = ops.find_victim(
-        scores, positions, counts, budget_tensor, next_positions, config.num_sink_tokens, config.num_recent_tokens
+        scores,
+        positions,
+        counts,
+        budget_tensor,
+        next_positions,
+        config.num_sink_tokens,
+        config.num_recent_tokens,
     )
     return SlotStore(*keys_values, positions, scores.contiguous(), counts, budget_tensor, victims, next_positions)
 
 
 def _remember(layer: WindowLayer, rows: slice, scores: Tensor | TwoLists, candidates: _Candidates) -> None:
     """Keep the scores of a prompt that fits, by column, for when decoding has to replace."""
-    batch, kv_heads, num_keys, _ = candidates.keys.shape
+    batch, _, num_keys, _ = candidates.keys.shape
     everything = torch.full((batch,), num_keys, dtype=torch.int32, device=candidates.keys.device)
     kept = select_kept(scores, everything, num_keys, candidates.positions, layer.config)
     buffer = column_scores(layer)

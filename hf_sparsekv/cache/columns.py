@@ -1,6 +1,5 @@
 """ColumnStore: keys and values of every token in arrival order, in buffers that grow by whole blocks."""
 
-import torch
 from torch import Tensor
 
 from hf_sparsekv.plan import FULL_LAYER_BLOCK
@@ -44,7 +43,10 @@ class ColumnStore:
         """Copy new columns [B, K, T, D] behind the others."""
         end = self.num_columns + keys.shape[2]
         if end > self.capacity:
-            self._keys, self._values = self._grown(self._keys, keys, end), self._grown(self._values, values, end)
+            self._keys, self._values = (
+                self._grown(self._keys, keys, end),
+                self._grown(self._values, values, end),
+            )
         assert self._keys is not None and self._values is not None
         self._keys[:, :, self.num_columns : end] = keys
         self._values[:, :, self.num_columns : end] = values

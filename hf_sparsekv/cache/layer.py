@@ -32,6 +32,7 @@ class FullLayer:
         """Make request i what request rows[i] was; rows may repeat."""
         self.columns.select_rows(rows)
 
+
 @dataclass(frozen=True)
 class PromptRecord:
     """What a selection did to one request, per KV head."""

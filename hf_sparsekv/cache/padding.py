@@ -31,7 +31,9 @@ class Padding:
         if not self.tokens:
             self.tokens = [0] * batch_size
         if batch_size != len(self.tokens):
-            raise CacheError(f"the cache holds {len(self.tokens)} requests, got a batch of {batch_size}: use a new cache")
+            raise CacheError(
+                f"the cache holds {len(self.tokens)} requests, got a batch of {batch_size}: use a new cache"
+            )
         new = None if mask is None else mask[:, -num_new:]
         counts = [num_new] * batch_size if new is None else new.sum(dim=-1).tolist()
         if self.is_token is not None or min(counts) < num_new:

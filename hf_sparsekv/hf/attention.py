@@ -58,9 +58,7 @@ def sparsekv_attention(
     layer: CacheLayer | None = kwargs.pop(LAYER_KEYWORD, None) or getattr(key, LAYER_ATTRIBUTE, None)
     if layer is None:
         mask = dense_mask(attention_mask, query, key.shape[2], allow_none=True)
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        output, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
         return output, None
     for name, feature in _UNSUPPORTED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
@@ -90,7 +88,13 @@ def sparsekv_attention(
 
 
 def _dense_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, backend: str
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    backend: str,
 ) -> Tensor:
     if backend == "sdpa":
         built = dense_mask(mask, query, key.shape[2], allow_none=True)

@@ -105,7 +105,7 @@ class SparseKVCache(Cache):
     so that no two window layers hold the whole prompt at once.
     """
 
-    layers: list[CacheLayer]
+    layers: list[CacheLayer]  # type: ignore[assignment]  # narrower than the base class, which never adds to it
 
     def __init__(
         self,
@@ -177,16 +177,16 @@ class SparseKVCache(Cache):
         """Keep only the requests `indices`."""
         self.reorder_cache(indices)
 
-    def crop(self, max_length: int) -> None:
+    def crop(self, tokens_to_remove: int) -> None:
         """Refuse to forget tokens: a sparse cache cannot go back.
 
         Args:
-            max_length: columns to keep; negative = columns to drop.
+            tokens_to_remove: negative = columns to drop, 0 = none; positive (the older meaning) = columns to keep.
         Raises:
             CacheError: unless nothing would be dropped.
         """
         seen = self.padding.num_columns
-        target = seen + max_length if max_length < 0 else max_length
+        target = tokens_to_remove if tokens_to_remove > 0 else seen + tokens_to_remove
         if target < seen:
             raise CacheError(
                 f"cannot crop a sparse cache from {seen} to {target} tokens: what was evicted meanwhile cannot come "

@@ -10,7 +10,7 @@ FIRST_UNTESTED_VERSION = "5.25"
 
 _VERSION = Version(transformers.__version__)
 
-CACHE_KEYWORD = "cache" if _VERSION >= Version("5.24") else "past_key_values"
+CACHE_KEYWORD = "cache" if Version("5.24") <= _VERSION else "past_key_values"
 """Name of the cache argument of `model(...)` and `model.generate(...)`; renamed in 5.24."""
 
 
@@ -20,12 +20,12 @@ def check_version() -> None:
     Raises:
         ImportError: transformers is older than the oldest supported version.
     """
-    if _VERSION < Version(MINIMUM_VERSION):
+    if Version(MINIMUM_VERSION) > _VERSION:
         raise ImportError(
             f"hf_sparsekv needs transformers >= {MINIMUM_VERSION}, found {transformers.__version__}: "
             f"pip install 'transformers>={MINIMUM_VERSION},<{FIRST_UNTESTED_VERSION}'"
         )
-    if _VERSION >= Version(FIRST_UNTESTED_VERSION):
+    if Version(FIRST_UNTESTED_VERSION) <= _VERSION:
         warnings.warn(
             f"hf_sparsekv is tested with transformers >= {MINIMUM_VERSION}, < {FIRST_UNTESTED_VERSION}; "
             f"found {transformers.__version__}",

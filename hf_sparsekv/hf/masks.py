@@ -40,8 +40,8 @@ def sparsekv_mask(
     return sdpa_mask(
         q_length=q_length,
         kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
+        q_offset=q_offset,  # type: ignore[arg-type]  # a tensor for static caches
+        kv_offset=kv_offset,  # type: ignore[arg-type]
         mask_function=mask_function,
         attention_mask=attention_mask,
         local_size=local_size,
@@ -57,7 +57,7 @@ def dense_mask(mask: Tensor | None, query: Tensor, num_columns: int, *, allow_no
         mask: bool [B, N] as `sparsekv_mask` gave it, or a finished 4D mask, or None.
         query: [B, H, T, D], the last T columns.
         num_columns: N.
-        allow_none: leave the mask out where causality alone decides (T is 1 or N, and nothing is padding), as sdpa does.
+        allow_none: leave the mask out where causality alone decides (T is 1 or N, nothing is padding), as sdpa does.
     Returns:
         bool [B, 1, T, N], or None.
     """

@@ -31,7 +31,9 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
     for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
         value = getattr(text, name, None)
         if not isinstance(value, int):
-            raise ModelError(f"model type {text.model_type!r} has no {name} in its configuration: is it a Llama-family decoder?")
+            raise ModelError(
+                f"model type {text.model_type!r} has no {name} in its configuration: is it a Llama-family decoder?"
+            )
         numbers[name] = value
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // numbers["num_attention_heads"]
     return ModelShape(
@@ -65,7 +67,8 @@ def rope_inv_freq(config: PreTrainedConfig, head_dim: int) -> Tensor | None:
         return None
     if kind == "default" and "rope_theta" in parameters:
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        return 1.0 / parameters["rope_theta"] ** exponent
+        theta: float = parameters["rope_theta"]
+        return 1.0 / theta**exponent
     if kind in _STATIC_ROPE_TYPES:
         inv_freq: Tensor = ROPE_INIT_FUNCTIONS[kind](text, torch.device("cpu"))[0]
         return inv_freq

@@ -6,7 +6,6 @@ import torch
 import transformers
 
 from hf_sparsekv.cache.layer import FullLayer, WindowLayer
-from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.version import __version__
 
 if TYPE_CHECKING:
@@ -18,9 +17,7 @@ def build_report(cache: "SparseKVCache", *, positions: bool) -> dict[str, Any]:
     rows = range(len(cache.padding.tokens))
     layers = [_layer_report(layer.state, rows, positions=positions) for layer in cache.layers]
     element_bytes = _element_bytes(cache)
-    dense = sum(
-        cache.plan.dense_bytes(cache.padding.num_columns, element_bytes=element_bytes) for _ in rows
-    )
+    dense = sum(cache.plan.dense_bytes(cache.padding.num_columns, element_bytes=element_bytes) for _ in rows)
     measured = cache.nbytes
     return {
         "tokens_seen": list(cache.padding.tokens),
@@ -34,7 +31,7 @@ def build_report(cache: "SparseKVCache", *, positions: bool) -> dict[str, Any]:
         "is_prompt_open": any(s.is_prompt_open for s in cache._window_layers()),
         "is_query_aware": cache.config.scorer_object.is_query_aware,
         "layers": layers,
-        "config": _config_dict(cache),
+        "config": cache.config.effective(),
         "backend": cache.backend,
         "versions": {
             "hf_sparsekv": __version__,
@@ -58,9 +55,7 @@ def stored_positions(state: FullLayer, row: int) -> list[list[int]]:
 def _layer_report(state: FullLayer, rows: range, *, positions: bool) -> dict[str, Any]:
     is_window = isinstance(state, WindowLayer)
     stored = [state.num_stored(row) if isinstance(state, WindowLayer) else state.padding.tokens[row] for row in rows]
-    at_prompt = [
-        state.prompts[row].evicted if isinstance(state, WindowLayer) and state.prompts else 0 for row in rows
-    ]
+    at_prompt = [state.prompts[row].evicted if isinstance(state, WindowLayer) and state.prompts else 0 for row in rows]
     gone = [seen - have for seen, have in zip(state.padding.tokens, stored, strict=True)]
     report: dict[str, Any] = {
         "layer": state.spec.layer_idx,
@@ -84,11 +79,3 @@ def _element_bytes(cache: "SparseKVCache") -> int:
         if state.columns.num_columns:
             return state.columns.keys.element_size()
     return 0
-
-
-def _config_dict(cache: "SparseKVCache") -> dict[str, Any]:
-    try:
-        return cache.config.to_dict()
-    except ConfigError:  # an unregistered scorer object has no JSON form; its class still says what it is
-        scorer = cache.config.scorer_object
-        return {**cache.config.with_(scorer="snapkv", scorer_options={}).to_dict(), "scorer": repr(scorer)}

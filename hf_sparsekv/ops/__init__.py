@@ -5,24 +5,27 @@ What each op computes is defined, with shapes, in `hf_sparsekv.ops.reference`. T
 registered, the PyTorch definition elsewhere. This room knows neither caches nor models.
 """
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from hf_sparsekv.ops import library as _library
 
 _namespace = getattr(torch.ops, _library.NAMESPACE)
 
-attention = _namespace.attention
-attention_varlen = _namespace.attention_varlen
-window_lse = _namespace.window_lse
-window_score = _namespace.window_score
-key_anchor = _namespace.key_anchor
-pool_scores = _namespace.pool_scores
-select = _namespace.select
-compact = _namespace.compact
-decode_attention = _namespace.decode_attention
-write_slots = _namespace.write_slots
-find_victim = _namespace.find_victim
-decode_step = _namespace.decode_step
+attention: Callable[..., tuple[Tensor, Tensor]] = _namespace.attention
+attention_varlen: Callable[..., tuple[Tensor, Tensor]] = _namespace.attention_varlen
+window_lse: Callable[..., Tensor] = _namespace.window_lse
+window_score: Callable[..., tuple[Tensor, Tensor]] = _namespace.window_score
+key_anchor: Callable[..., Tensor] = _namespace.key_anchor
+pool_scores: Callable[..., Tensor] = _namespace.pool_scores
+select: Callable[..., tuple[Tensor, Tensor, Tensor]] = _namespace.select
+compact: Callable[..., tuple[Tensor, Tensor]] = _namespace.compact
+decode_attention: Callable[..., tuple[Tensor, Tensor, Tensor]] = _namespace.decode_attention
+write_slots: Callable[..., None] = _namespace.write_slots
+find_victim: Callable[..., Tensor] = _namespace.find_victim
+decode_step: Callable[..., Tensor] = _namespace.decode_step
 
 __all__ = [
     "attention",

@@ -71,10 +71,17 @@ def _fake_window_lse(q: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _fake_window_score(
-    q: Tensor, k_pool: Tensor, lse: Tensor, lengths: Tensor, scale: float, max_length: int, *_: Any, **options: Any
+    q: Tensor,
+    k_pool: Tensor,
+    lse: Tensor,
+    lengths: Tensor,
+    scale: float,
+    max_length: int,
+    *_: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     shape = (q.shape[0], k_pool.shape[1], max_length)
-    has_anchor = len(_) > 4 and _[4] is not None or options.get("anchor") is not None
+    has_anchor = (len(_) > 4 and _[4] is not None) or options.get("anchor") is not None
     score = q.new_empty(shape, dtype=torch.float32)
     return score, q.new_empty(shape if has_anchor else (0,), dtype=torch.float32)
 
@@ -104,7 +111,14 @@ def _fake_compact(k_pool: Tensor, v_pool: Tensor, index: Tensor, *_: Any, **__: 
 
 
 def _fake_decode_attention(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, lengths: Tensor, scale: float, max_length: int, *_: Any, **__: Any
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    lengths: Tensor,
+    scale: float,
+    max_length: int,
+    *_: Any,
+    **__: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     probs = q.new_empty((q.shape[0], k_pool.shape[1], max_length), dtype=torch.float32)
     return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32), probs

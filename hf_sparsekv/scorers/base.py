@@ -1,7 +1,9 @@
 """What a scorer is: tensors of one layer in, one fp32 score per key out, larger = keep.
 
 A scorer never sees padding, a cache, a request or a model: rows of different length are scored one by one, so every
-tensor it gets is dense. Shapes: B request, H query head, K KV head, G = H // K, A observed query row, N key, D head dim.
+tensor it gets is dense.
+
+Shapes: B request, H query head, K KV head, G = H // K, A observed query row, N key, D head dim.
 """
 
 from abc import ABC, abstractmethod
@@ -14,6 +16,16 @@ from torch import Tensor
 from hf_sparsekv import ops
 
 Queries = Literal["none", "last", "all"]
+
+
+TEMPORARY_BYTES = 16 * 2**20
+"""What one fp32 temporary of a scorer may take."""
+
+
+def row_chunks(num_rows: int, bytes_per_row: int) -> list[slice]:
+    """Pieces of `num_rows` rows whose temporaries stay under `TEMPORARY_BYTES`; at least one row each."""
+    step = max(1, TEMPORARY_BYTES // max(1, bytes_per_row))
+    return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +51,7 @@ class ScoreInputs:
     lse: Tensor | None = None
     """fp32 [B, H, A], log-sum-exp of those rows where the attention backend returned it."""
     carried: Tensor | None = None
-    """fp32 [B, K, N]: score that stored tokens kept from earlier turns and decoding, 0 for new tokens; None at first."""
+    """fp32 [B, K, N]: score that stored tokens kept from turns and decoding before, 0 for new ones; None at first."""
     positions: Tensor | None = None
     """int64 [B, K, N]: position of every key; None when key j simply has position j."""
     num_seen: int = 0
@@ -54,11 +66,17 @@ class ScoreInputs:
         batch, _, num_keys, _ = self.keys.shape
         return torch.full((batch,), num_keys, dtype=torch.int32, device=self.keys.device)
 
-    def row_lse(self) -> Tensor:
-        """fp32 [B, H, A]: the backend's LSE, or computed here when it returned none."""
+    def key_positions(self) -> Tensor:
+        """int64 [B, K, N], the position of every key."""
+        if self.positions is not None:
+            return self.positions
+        return torch.arange(self.keys.shape[2], device=self.keys.device).expand(self.keys.shape[:3])
+
+    def _lse_of(self, last_queries: Tensor, lengths: Tensor) -> Tensor:
+        """fp32 [B, H, rows] of the last rows: the backend's LSE, or computed here when it returned none."""
         if self.lse is not None:
-            return self.lse
-        return ops.window_lse(self.queries, self.keys, self.lengths, self.scale, self.keys.shape[2])
+            return self.lse[:, :, self.lse.shape[2] - last_queries.shape[2] :]
+        return ops.window_lse(last_queries, self.keys, lengths, self.scale, self.keys.shape[2])
 
     def attention_received(
         self, *, row_reduction: str | None = None, num_rows: int | None = None, value_norm: bool = False
@@ -68,15 +86,25 @@ class ScoreInputs:
         Args:
             row_reduction: overrides the configured one.
             num_rows: use only the last `num_rows` rows.
-            value_norm: multiply by the norm of the key's value.
+            value_norm: multiply by the norm of the key's value over the mean norm of the head's values, so that the
+                scale stays a probability's.
+        Returns:
+            All 0 where no row was observed.
         """
-        rows = self.queries.shape[2] if num_rows is None else min(num_rows, self.queries.shape[2])
-        norm = self.values.float().norm(dim=-1) if value_norm else None
+        first = 0 if num_rows is None else max(0, self.queries.shape[2] - num_rows)
+        queries = self.queries[:, :, first:]
+        if queries.shape[2] == 0:
+            return self.keys.new_zeros(self.keys.shape[:3], dtype=torch.float32)
+        norm = None
+        if value_norm:
+            norm = torch.linalg.vector_norm(self.values, dim=-1, dtype=torch.float32)
+            norm = norm / norm.mean(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        lengths = self.lengths
         score, _ = ops.window_score(
-            self.queries[:, :, self.queries.shape[2] - rows :],
+            queries,
             self.keys,
-            self.row_lse()[:, :, self.queries.shape[2] - rows :],
-            self.lengths,
+            self._lse_of(queries, lengths),
+            lengths,
             self.scale,
             self.keys.shape[2],
             row_reduction or self.row_reduction,

@@ -44,7 +44,10 @@ class Oracle:
         try:
             with torch.no_grad():
                 output = self._model(
-                    input_ids=input_ids, position_ids=position_ids, use_cache=True, **{CACHE_KEYWORD: self._cache}
+                    input_ids=input_ids,
+                    position_ids=position_ids,
+                    use_cache=True,
+                    **{CACHE_KEYWORD: self._cache},
                 )
         finally:
             self._model.set_attn_implementation(before)
@@ -53,10 +56,10 @@ class Oracle:
 
     def select_rows(self, rows: Tensor) -> None:
         """Follow a beam reorder."""
-        self._cache.reorder_cache(rows)
+        self._cache.reorder_cache(rows)  # type: ignore[arg-type]
 
     def _attention(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, scaling: float, **__: Any
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, scaling: float, **options: Any
     ) -> tuple[Tensor, None]:
         visible = self._visible.layers[module.layer_idx]  # type: ignore[index]
         batch, _, rows, dim = query.shape

@@ -13,7 +13,12 @@ _NEVER = float("inf")
 
 
 def decode_attention(
-    q_BHD: Tensor, k_pool: Tensor, v_pool: Tensor, lengths_B: Tensor, scale: float, max_length: int,
+    q_BHD: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    max_length: int,
     block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of one query over the stored slots, with the weight that every slot got.
@@ -45,7 +50,12 @@ def decode_attention(
 
 
 def write_slots(
-    k_pool: Tensor, v_pool: Tensor, k_BKD: Tensor, v_BKD: Tensor, slots_BK: Tensor, block_table: Tensor | None = None
+    k_pool: Tensor,
+    v_pool: Tensor,
+    k_BKD: Tensor,
+    v_BKD: Tensor,
+    slots_BK: Tensor,
+    block_table: Tensor | None = None,
 ) -> None:
     """Store one new key and value per request and KV head, in place.
 

@@ -104,7 +104,9 @@ def select(
     return _ascending(kept, retained, capacity, torch.minimum(lengths_B, budgets_B).to(torch.int32))
 
 
-def compact(k_pool: Tensor, v_pool: Tensor, index_BKC: Tensor, block_table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def compact(
+    k_pool: Tensor, v_pool: Tensor, index_BKC: Tensor, block_table: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Gather the kept keys and values.
 
     Args:

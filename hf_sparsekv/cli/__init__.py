@@ -1,0 +1,1 @@
+"""The command line: one file a subcommand, each a thin caller of public names."""

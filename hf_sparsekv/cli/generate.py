@@ -1,0 +1,108 @@
+"""`hf-sparsekv generate`: one prompt, the text as it comes, and what the cache held."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from hf_sparsekv.cli.loading import load_weights, open_model
+from hf_sparsekv.cli.options import (
+    DEFAULT_MODEL,
+    BudgetOption,
+    ConfigOption,
+    FullLayersOption,
+    ModelOption,
+    NumFullLayersOption,
+    ScorerOption,
+    SetOption,
+    build_config,
+    read_text,
+)
+from hf_sparsekv.cli.session import answer_dense, answer_sparse, comparison_table, encode_prompt, report_lines
+from hf_sparsekv.errors import ConfigError, InputError
+from hf_sparsekv.hf.models import model_shape
+from hf_sparsekv.plan import LayerPlan
+
+_GENERATION = "Generation"
+
+
+def generate(
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The question or instruction.")] = "",
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="A document that goes before the prompt.")] = None,
+    model: ModelOption = DEFAULT_MODEL,
+    config: ConfigOption = None,
+    budget: BudgetOption = None,
+    num_full_layers: NumFullLayersOption = None,
+    full_layers: FullLayersOption = None,
+    scorer: ScorerOption = None,
+    set_: SetOption = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, rich_help_panel=_GENERATION, help="Tokens at most.")
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, rich_help_panel=_GENERATION, help="0 = greedy, otherwise sampling.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(rich_help_panel=_GENERATION, help="Seed of the sampling.")] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat/--no-chat", rich_help_panel=_GENERATION, help="Use the model's chat template.")
+    ] = True,
+    compare: Annotated[bool, typer.Option("--compare", help="Answer with the dense cache too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")] = False,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+) -> None:
+    """Generate text with a sparse KV cache: stream it, then report what the cache held."""
+    console = Console(stderr=True)
+    method = build_config(config, budget, num_full_layers, full_layers, scorer, set_)
+    document = None if file is None else read_text(file)
+    source = open_model(model, trust_remote_code=trust_remote_code, console=console)
+    ids = encode_prompt(source.tokenizer, prompt, document, use_chat=chat)
+    LayerPlan.build(method, model_shape(source.config))
+    check_fits(source.config, ids.shape[1], max_new_tokens)
+    network = load_weights(source, dtype=dtype, device=device, console=console)
+    options = generation_options(source.tokenizer.pad_token_id, network, max_new_tokens, temperature)
+    answers = []
+    if compare:
+        torch.manual_seed(seed)
+        answers.append(answer_dense(network, source.tokenizer, ids, console, is_silent=True, **options))
+    torch.manual_seed(seed)
+    is_silent = as_json or compare
+    answers.append(answer_sparse(network, source.tokenizer, ids, method, console, is_silent=is_silent, **options))
+    if as_json:
+        runs = [answer.as_dict() for answer in answers]
+        typer.echo(json.dumps({"model": model, "prompt_tokens": ids.shape[1], "runs": runs}, indent=2))
+        return
+    if compare:
+        Console().print(comparison_table(answers))
+    report = answers[-1].report
+    assert report is not None
+    console.print(report_lines(report), highlight=False)
+
+
+def check_fits(config: Any, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Refuse a prompt that the model cannot take, before its weights are loaded."""
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and prompt_tokens + max_new_tokens > limit:
+        raise InputError(
+            f"the prompt has {prompt_tokens:,} tokens and --max-new-tokens is {max_new_tokens:,}, but the model takes "
+            f"{limit:,} in all: shorten the file"
+        )
+
+
+def generation_options(pad_token_id: int | None, model: Any, max_new_tokens: int, temperature: float) -> dict[str, Any]:
+    """Arguments of `model.generate` for one prompt."""
+    eos = model.generation_config.eos_token_id
+    if pad_token_id is None:
+        pad_token_id = eos[0] if isinstance(eos, list) else eos
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": pad_token_id}
+    if temperature == 0:
+        return {**options, "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if temperature > 100:
+        raise ConfigError(f"--temperature {temperature} is no temperature: use 0 to 2")
+    return {**options, "do_sample": True, "temperature": temperature}

@@ -1,0 +1,122 @@
+"""Command-line options that several subcommands share, and the configuration they amount to."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from hf_sparsekv.config import Budget, SparseKVConfig
+from hf_sparsekv.errors import ConfigError, InputError
+from hf_sparsekv.models_store import BUILTIN_ALIAS
+
+DEFAULT_MODEL = BUILTIN_ALIAS
+Number = TypeVar("Number", int, float)
+_METHOD = "Method"
+
+ModelOption = Annotated[
+    str, typer.Option("--model", "-m", help=f"{BUILTIN_ALIAS} (built in), a local folder, or a Hugging Face id.")
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="JSON file with options; those given beside it win.")
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        help="Tokens a window layer keeps: 512, a fraction of the prompt: 0.1, or a list: 256,512,...",
+        rich_help_panel=_METHOD,
+    ),
+]
+NumFullLayersOption = Annotated[
+    int | None,
+    typer.Option("--num-full-layers", help="Layers from the bottom that keep everything.", rich_help_panel=_METHOD),
+]
+FullLayersOption = Annotated[
+    str | None,
+    typer.Option("--full-layers", help="Layers that keep everything, by index: 0,1,12.", rich_help_panel=_METHOD),
+]
+ScorerOption = Annotated[
+    str | None, typer.Option("--scorer", help="How tokens are scored: snapkv, tova, ...", rich_help_panel=_METHOD)
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Any other option of SparseKVConfig: --set num_recent_tokens=64 --set pooling=max.",
+        rich_help_panel=_METHOD,
+    ),
+]
+
+
+def build_config(
+    path: Path | None,
+    budget: str | None,
+    num_full_layers: int | None,
+    full_layers: str | None,
+    scorer: str | None,
+    settings: list[str] | None,
+) -> SparseKVConfig:
+    """One configuration from a file and the options given beside it.
+
+    Raises:
+        ConfigError: an option is unknown or out of range.
+        InputError: the file cannot be read.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        values = SparseKVConfig.from_json(read_text(path)).to_dict()
+    if budget is not None:
+        values["budget"] = parse_budget(budget)
+    if full_layers is not None:
+        values["full_layers"] = [_number("--full-layers", part, int) for part in full_layers.split(",")]
+        values.pop("num_full_layers", None)
+    if num_full_layers is not None:
+        values["num_full_layers"] = num_full_layers
+        if full_layers is None:
+            values.pop("full_layers", None)
+    if scorer is not None:
+        values["scorer"] = scorer
+        values.pop("scorer_options", None)
+    for setting in settings or []:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {setting!r}: give name=value")
+        values[name] = _json_or_text(text)
+    return SparseKVConfig.from_dict(values)
+
+
+def parse_budget(text: str) -> Budget:
+    """512 -> int, 0.1 -> float, "256,0.1" -> list."""
+    parts = [_one_budget(part.strip()) for part in text.split(",")]
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, or an error that says what is wrong with it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise InputError(f"no such file: {path}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _one_budget(text: str) -> int | float:
+    return _number("--budget", text, int) if text.lstrip("+-").isdigit() else _number("--budget", text, float)
+
+
+def _number(option: str, text: str, kind: type[Number]) -> Number:
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {text!r} is not a number") from error
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

@@ -1,0 +1,50 @@
+"""Hybrid: what the last rows look at, in union with keys unlike the others."""
+
+from dataclasses import dataclass
+
+from hf_sparsekv.errors import ConfigError
+from hf_sparsekv.scorers.base import Pooling, ScoreInputs, Scorer, TwoLists
+from hf_sparsekv.scorers.checks import check_flag, check_fraction, check_int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hybrid(Scorer):
+    """A share of the budget by attention from the prompt's last rows, the rest by key diversity.
+
+    The window score takes the maximum over rows and spreads forward, so that what follows an attended token stays with
+    it; key diversity saves what a question that comes later may ask for.
+
+    Source: ours; its parts are SnapKV's window (arXiv 2404.14469) and KeyDiff's key diversity (arXiv 2504.15364).
+    """
+
+    name = "hybrid"
+    queries = "last"
+    uses_row_reduction = True
+    uses_group_reduction = True
+    default_row_reduction = "max"
+    default_pooling = Pooling("forward", 11)
+
+    share: float = 0.25
+    """Part of the free budget that the window score fills, in [0, 1]."""
+    value_norm: bool = False
+    """Multiply the window score by the norm of the key's value, relative to the mean norm."""
+    diversity_width: int = 7
+    """Width of the average pooling of key diversity, odd."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_fraction("share", self.share)
+        check_flag("value_norm", self.value_norm)
+        check_int("diversity_width", self.diversity_width, at_least=1, at_most=41)
+        if self.diversity_width % 2 == 0:
+            raise ConfigError(f"diversity_width must be odd: got {self.diversity_width}")
+
+    def score(self, inputs: ScoreInputs) -> TwoLists:
+        """See the class."""
+        return TwoLists(
+            primary=inputs.attention_received(value_norm=self.value_norm),
+            secondary=inputs.key_diversity(),
+            share=self.share,
+            secondary_pooling="avg",
+            secondary_width=self.diversity_width,
+        )

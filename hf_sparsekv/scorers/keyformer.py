@@ -1,0 +1,60 @@
+"""Keyformer: accumulated attention, regularised with Gumbel noise."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_sparsekv.scorers.base import ScoreInputs, Scorer, row_chunks
+from hf_sparsekv.scorers.checks import check_positive, check_seed
+from hf_sparsekv.scorers.random import position_noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keyformer(Scorer):
+    """Sum over all rows of softmax((logit + Gumbel noise) / temperature).
+
+    The noise keeps tokens in play that would be cut too early by the few that lead.
+
+    Source: Adnan et al., Keyformer (arXiv 2403.09054, section 3). Ours differs: the noise of a position is fixed for
+    all rows, so that a result does not depend on how a prompt was cut into chunks; the temperature does not rise;
+    decoding goes on with the running sum of plain weights.
+
+    Memory: fp32 logits of as many rows as fit in `TEMPORARY_BYTES`, at least one row, and one fp32 copy of the keys.
+    """
+
+    name = "keyformer"
+    queries = "all"
+    uses_group_reduction = True
+    decode_decay = 1.0
+    decode_gain = 1.0
+
+    temperature: float = 1.0
+    """Divides the noisy logits; larger = flatter."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_positive("temperature", self.temperature)
+        check_seed(self.seed)
+
+    def score(self, inputs: ScoreInputs) -> Tensor:
+        """See the class."""
+        batch, kv_heads, num_keys, dim = inputs.keys.shape
+        num_rows = min(inputs.queries.shape[2], num_keys)  # rows before the first key see nothing
+        first_row = inputs.queries.shape[2] - num_rows
+        groups = inputs.queries.shape[1] // kv_heads
+        queries = inputs.queries[:, :, first_row:].reshape(batch, kv_heads, groups, num_rows, dim)
+        uniform = position_noise(self.seed, inputs.layer_idx, kv_heads, max(inputs.num_seen, num_keys))
+        gumbel = -torch.log(-torch.log(uniform.clamp(1e-6, 1 - 1e-6))).to(inputs.keys.device).expand(batch, -1, -1)
+        noise = gumbel.gather(-1, inputs.key_positions())[:, :, None, None]
+        keys = inputs.keys.float().transpose(-1, -2)[:, :, None]
+        key_index = torch.arange(num_keys, device=inputs.keys.device)
+        per_head = inputs.keys.new_zeros((batch, kv_heads, groups, num_keys), dtype=torch.float32)
+        for rows in row_chunks(num_rows, batch * inputs.queries.shape[1] * num_keys * 4):
+            logits = torch.matmul(queries[..., rows, :].float(), keys).mul_(inputs.scale).add_(noise)
+            position = torch.arange(rows.start, rows.stop, device=keys.device) + num_keys - num_rows
+            logits.div_(self.temperature).masked_fill_(key_index > position[:, None], float("-inf"))
+            per_head += logits.softmax(dim=-1).sum(dim=-2)
+        total = per_head.mean(dim=2) if inputs.group_reduction == "mean" else per_head.amax(dim=2)
+        return total if inputs.carried is None else total + inputs.carried

@@ -1,0 +1,116 @@
+"""Scorers by name: what a configuration, a file or the command line calls them."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from hf_sparsekv.errors import ConfigError
+from hf_sparsekv.scorers.base import Scorer
+from hf_sparsekv.scorers.expected_attention import ExpectedAttention
+from hf_sparsekv.scorers.h2o import H2O
+from hf_sparsekv.scorers.hybrid import Hybrid
+from hf_sparsekv.scorers.keydiff import KeyDiff
+from hf_sparsekv.scorers.keyformer import Keyformer
+from hf_sparsekv.scorers.random import RandomScorer
+from hf_sparsekv.scorers.rkv import RKV
+from hf_sparsekv.scorers.snapkv import SnapKV
+from hf_sparsekv.scorers.streaming_llm import StreamingLLM
+from hf_sparsekv.scorers.tova import TOVA
+
+ScorerClass = TypeVar("ScorerClass", bound=type[Scorer])
+
+_registry: dict[str, type[Scorer]] = {
+    cls.name: cls
+    for cls in (
+        SnapKV,
+        H2O,
+        Keyformer,
+        TOVA,
+        StreamingLLM,
+        KeyDiff,
+        ExpectedAttention,
+        RKV,
+        Hybrid,
+        RandomScorer,
+    )
+}
+
+
+def register_scorer(cls: ScorerClass) -> ScorerClass:
+    """Make a scorer known by its `name`, so that configurations that use it can be written to JSON. A decorator.
+
+    Raises:
+        ConfigError: not a scorer class, no name, or a name that is taken.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Scorer)):
+        raise ConfigError(f"{cls!r} is not a scorer class: subclass hf_sparsekv.Scorer")
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f'{cls.__name__} has no name: give it a class attribute name = "..."')
+    known = _registry.get(name)
+    # Running a notebook cell twice defines the same class again; that is no clash.
+    if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ConfigError(f"the scorer name {name!r} is taken by {known.__name__}: choose another")
+    _registry[name] = cls
+    return cls
+
+
+def build_scorer(scorer: str | Scorer, options: Mapping[str, Any]) -> Scorer:
+    """The scorer that a name and its options mean; an object is taken as it is.
+
+    Raises:
+        ConfigError: an unknown name or option, a value out of range, or something that is no scorer.
+    """
+    if isinstance(scorer, Scorer):
+        if options:
+            raise ConfigError(f"scorer_options={dict(options)} has no effect with a scorer object: set them on it")
+        return scorer
+    if not isinstance(scorer, str):
+        hint = "pass an object, not the class" if isinstance(scorer, type) else "subclass hf_sparsekv.Scorer"
+        raise ConfigError(f"scorer must be a name or a Scorer, got {scorer!r}: {hint}")
+    cls = _registry.get(scorer)
+    if cls is None:
+        close = get_close_matches(scorer, _registry, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "see the list"
+        raise ConfigError(f"unknown scorer {scorer!r}: {hint} (scorers: {', '.join(sorted(_registry))})")
+    known: list[str] = [f.name for f in fields(cls)] if is_dataclass(cls) else []
+    for name in options:
+        if name not in known:
+            choice = f"its options are {', '.join(known)}" if known else "it has no options"
+            raise ConfigError(f"unknown option {name!r} of scorer {scorer!r}: {choice}")
+    return cls(**options)
+
+
+def describe_scorer(scorer: Scorer) -> dict[str, Any]:
+    """JSON-able `{"name": ..., "options": {...}}`, the inverse of `build_scorer`.
+
+    Raises:
+        ConfigError: the scorer's class is not registered under its name.
+    """
+    if _registry.get(scorer.name) is not type(scorer):
+        raise ConfigError(
+            f"scorer {type(scorer).__name__} is not registered, so it has no name that a file could hold: "
+            "decorate its class with hf_sparsekv.register_scorer"
+        )
+    return {"name": scorer.name, "options": asdict(scorer) if is_dataclass(scorer) else {}}
+
+
+def scorer_names() -> list[str]:
+    """Names of all registered scorers, sorted."""
+    return sorted(_registry)
+
+
+def scorer_table() -> list[dict[str, Any]]:
+    """One row a scorer: name, what it says of itself, its papers, which query rows it reads, whether queries matter."""
+    return [
+        {
+            "name": name,
+            "summary": (cls.__doc__ or "").strip().splitlines()[0],
+            "papers": re.findall(r"arXiv (\d{4}\.\d{5})", cls.__doc__ or ""),
+            "queries": cls.queries,
+            "is_query_aware": cls.is_query_aware,
+        }
+        for name, cls in sorted(_registry.items())
+    ]
