@@ -145,13 +145,14 @@ def _gather(layer: WindowLayer, rows: slice) -> _Candidates:
     order = slots.positions[rows, :, :stored].argsort(dim=-1)
     spread = order[..., None].expand(*order.shape, keys.shape[3])
     old_positions = slots.positions[rows, :, :stored].gather(-1, order).long()
-    carried = slots.scores[rows, :, :stored].gather(-1, order)
+    is_ring = layer.config.decode_mode == "ring"  # slots then hold ages, which no scorer could go on with
+    carried = None if is_ring else slots.scores[rows, :, :stored].gather(-1, order)
     return _Candidates(
         torch.cat([slots.keys[rows, :, :stored].gather(2, spread), keys], dim=2),
         torch.cat([slots.values[rows, :, :stored].gather(2, spread), values], dim=2),
         queries,
         torch.cat([old_positions, positions], dim=2),
-        torch.cat([carried, carried.new_zeros(shape)], dim=2),
+        None if carried is None else torch.cat([carried, carried.new_zeros(shape)], dim=2),
         seen,
     )
 

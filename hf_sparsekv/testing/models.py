@@ -115,6 +115,6 @@ def _built(
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
                 parameter.normal_(std=WEIGHT_STD)
-    model.to(dtype=dtype)
+    model.to(dtype=dtype)  # type: ignore[call-arg]  # decorated without types
     model.eval()
     return model

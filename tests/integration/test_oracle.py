@@ -63,9 +63,10 @@ def test_replacement_equals_the_oracle(tiny_llama, heads, kv_heads, turns):
 
 
 @pytest.mark.parametrize("scorer", scorer_names())
-def test_every_scorer_equals_the_oracle(tiny_llama, scorer):
+@pytest.mark.parametrize("decode", ["replace_lowest", "ring"])
+def test_every_scorer_equals_the_oracle(tiny_llama, scorer, decode):
     model = tiny_llama(num_layers=3, attn_implementation="sparsekv")
-    run(model, skv.SparseKVConfig(**SMALL, scorer=scorer), THREE_TURNS[:12], batch=2)
+    run(model, skv.SparseKVConfig(**SMALL, scorer=scorer, decode=decode), THREE_TURNS[:12], batch=2)
 
 
 @pytest.mark.parametrize("decode", ["ring", "grow"])
