@@ -74,6 +74,8 @@ class SparseKVConfig:
             set_(self, "full_layers", _int_tuple("full_layers", self.full_layers))
         if isinstance(self.budget, Sequence) and not isinstance(self.budget, str):
             set_(self, "budget", tuple(self.budget))
+        if not isinstance(self.scorer_options, Mapping):
+            raise ConfigError(f"scorer_options must be a mapping of names to values: got {self.scorer_options!r}")
         set_(self, "scorer_options", dict(self.scorer_options))
         set_(self, "_scorer", build_scorer(self.scorer, self.scorer_options))
         self._check_layers()
@@ -215,7 +217,7 @@ class SparseKVConfig:
         if self.pyramid_beta is not None:
             if self.budget_shape != "pyramid":
                 raise ConfigError(f"pyramid_beta={self.pyramid_beta} has no effect with budget_shape='uniform'")
-            if not _is_number(self.pyramid_beta) or self.pyramid_beta < 1:
+            if not _is_number(self.pyramid_beta) or not self.pyramid_beta >= 1:  # NaN is not
                 raise ConfigError(f"pyramid_beta must be a number >= 1: got {self.pyramid_beta!r}")
         budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
         if isinstance(self.budget, tuple):

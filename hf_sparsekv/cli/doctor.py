@@ -16,6 +16,7 @@ from rich.table import Table
 from hf_sparsekv import __version__
 from hf_sparsekv.hf.compat import FIRST_UNTESTED_VERSION, MINIMUM_VERSION
 from hf_sparsekv.models_store import builtin_path, is_fetched
+from hf_sparsekv.ops.kernels import KERNELS, find_library
 from hf_sparsekv.ops.library import SCHEMAS
 
 _OPTIONAL = ("flash-attn", "flash_attn_3", "accelerate", "lm-eval", "triton")
@@ -58,13 +59,19 @@ def machine_facts() -> dict[str, Any]:
             "cpu": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
             "gpu": ", ".join(gpus) or "none that torch sees",
             "nvcc": shutil.which("nvcc") or "not on the PATH",
+            "compiled kernels": str(find_library() or "none: the PyTorch definitions run (see kernels/README.md)"),
         },
         "built-in model": {
             "folder": str(builtin_path()),
             "state": "fetched" if is_fetched() else "not fetched: run `hf-sparsekv fetch`",
         },
-        "ops": {device: {op: "PyTorch definition" for op in SCHEMAS} for device in devices},
+        "ops": {device: {op: _implementation(op, device) for op in SCHEMAS} for device in devices},
     }
+
+
+def _implementation(op: str, device: str) -> str:
+    has_kernel = device == "cuda" and op in KERNELS and find_library() is not None
+    return "CUDA kernel (bf16, fp16)" if has_kernel else "PyTorch definition"
 
 
 def _installed(package: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv.ops import reference
+from hf_sparsekv.ops.kernels import KERNELS
 
 NAMESPACE = "hf_sparsekv"
 
@@ -156,8 +157,8 @@ def _register_all() -> None:
     for name, schema in SCHEMAS.items():
         _library.define(name + schema)
         definition = getattr(reference, name)
-        for device in ("CPU", "CUDA"):
-            _library.impl(name, definition, device)
+        _library.impl(name, definition, "CPU")
+        _library.impl(name, KERNELS.get(name, definition), "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _FAKES[name], lib=_library)
 
 

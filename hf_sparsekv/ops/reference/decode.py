@@ -33,20 +33,10 @@ def decode_attention(
         output [B, H, D] in q's dtype; LSE fp32 [B, H], natural log; probs fp32 [B, K, C], the softmax weight of each
         slot, mean over the group, 0 at and past `lengths`.
     """
-    batch, heads, dim = q_BHD.shape
-    kv_heads = k_pool.shape[1]
-    keys = dense_rows(k_pool, block_table, max_length).float()
-    values = dense_rows(v_pool, block_table, max_length).float()
-    q = q_BHD.float().view(batch, kv_heads, heads // kv_heads, dim)
-    valid = valid_slots(lengths_B, max_length)
-    if not _all_full(lengths_B, max_length):
-        keys = keys.masked_fill(~valid[:, None, :, None], 0.0)
-        values = values.masked_fill(~valid[:, None, :, None], 0.0)
-    logits = torch.matmul(q, keys.transpose(-1, -2)).mul_(scale).masked_fill_(~valid[:, None, None], float("-inf"))
+    logits, values = _logits_and_values(q_BHD, k_pool, v_pool, lengths_B, scale, max_length, block_table)
     lse = logits.logsumexp(dim=-1)
     probs = logits.sub_(lse[..., None]).exp_()
-    output = torch.matmul(probs, values).flatten(1, 2).to(q_BHD.dtype)
-    return output, lse.flatten(1), probs.mean(dim=2)
+    return _combined(probs, values, q_BHD), lse.flatten(1), probs.mean(dim=2)
 
 
 def write_slots(
@@ -98,10 +88,10 @@ def find_victim(
     Returns:
         int64 [B, K].
     """
-    oldest_recent = (next_position_B - num_recent + 1)[:, None, None]
-    protected = (positions_BKC < num_sinks) | (positions_BKC >= oldest_recent)
+    oldest_recent = (next_position_B - (num_recent - 1))[:, None, None]
+    protected = (positions_BKC < num_sinks).logical_or_(positions_BKC >= oldest_recent)
     if not _all_full(lengths_B, scores_BKC.shape[-1]):
-        protected = protected | ~valid_slots(lengths_B, scores_BKC.shape[-1])[:, None]
+        protected.logical_or_(~valid_slots(lengths_B, scores_BKC.shape[-1])[:, None])
     lowest = scores_BKC.masked_fill(protected, _NEVER).argmin(dim=-1)
     lengths = lengths_B.long()[:, None]
     return torch.where(lengths < budgets_B[:, None], lengths, lowest)
@@ -150,21 +140,61 @@ def decode_step(
         output [B, H, D] in q's dtype.
     """
     capacity = scores_BKC.shape[2]
-    write_slots(k_pool, v_pool, k_BKD, v_BKD, victims_BK, block_table)
     slot = victims_BK[..., None]
+    if block_table is None:
+        where = slot[..., None].expand(-1, -1, 1, k_pool.shape[3])
+        k_pool.scatter_(2, where, k_BKD[:, :, None])
+        v_pool.scatter_(2, where, v_BKD[:, :, None])
+    else:
+        write_slots(k_pool, v_pool, k_BKD, v_BKD, victims_BK, block_table)
     position = next_position_B[:, None, None].expand_as(slot)
     positions_BKC.scatter_(-1, slot, position)
-    fresh = position.float() if score_by_position else torch.zeros_like(position, dtype=torch.float32)
-    scores_BKC.scatter_(-1, slot, fresh)
+    if score_by_position:
+        scores_BKC.scatter_(-1, slot, position.float())
+    else:
+        scores_BKC.scatter_(-1, slot, 0.0)
     torch.minimum(lengths_B + 1, budgets_B, out=lengths_B)
     next_position_B += 1
-    output, _, probs = decode_attention(q_BHD, k_pool, v_pool, lengths_B, scale, capacity, block_table)
+    logits, values = _logits_and_values(q_BHD, k_pool, v_pool, lengths_B, scale, capacity, block_table)
+    probs = logits.softmax(dim=-1)
     if not score_by_position:
-        scores_BKC.mul_(decay).add_(probs, alpha=gain)
+        scores_BKC.mul_(decay).add_(probs.mean(dim=2), alpha=gain)
     victims_BK.copy_(
         find_victim(scores_BKC, positions_BKC, lengths_B, budgets_B, next_position_B, num_sinks, num_recent)
     )
-    return output
+    return _combined(probs, values, q_BHD)
+
+
+def _logits_and_values(
+    q_BHD: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    max_length: int,
+    block_table: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Logits fp32 [B, K, G, C], -inf at free slots, and values fp32 [B, K, C, D], 0 there."""
+    batch, heads, dim = q_BHD.shape
+    kv_heads = k_pool.shape[1]
+    keys = dense_rows(k_pool, block_table, max_length).float()
+    values = dense_rows(v_pool, block_table, max_length).float()
+    is_full = _all_full(lengths_B, max_length)
+    free = None if is_full else ~valid_slots(lengths_B, max_length)[:, None]
+    if free is not None:
+        keys, values = keys.masked_fill(free[..., None], 0.0), values.masked_fill(free[..., None], 0.0)
+    q = (q_BHD.float() * scale).reshape(batch * kv_heads, heads // kv_heads, dim)
+    logits = torch.bmm(q, keys.reshape(batch * kv_heads, max_length, dim).transpose(1, 2))
+    logits = logits.view(batch, kv_heads, heads // kv_heads, max_length)
+    if free is not None:
+        logits.masked_fill_(free[:, :, None], float("-inf"))
+    return logits, values
+
+
+def _combined(probs_BKGC: Tensor, values_BKCD: Tensor, q_BHD: Tensor) -> Tensor:
+    """Output [B, H, D] in q's dtype."""
+    output = torch.bmm(probs_BKGC.flatten(0, 1), values_BKCD.reshape(-1, *values_BKCD.shape[2:]))
+    return output.view(q_BHD.shape).to(q_BHD.dtype)
 
 
 def _all_full(lengths_B: Tensor, capacity: int) -> bool:

@@ -1,0 +1,228 @@
+"""Prefill, decode and memory of one request: the sparse cache against transformers' dense cache, in one run.
+
+    python evals/decode_speed.py --context 4096 --budget 512                 the built-in model on this machine
+    python evals/decode_speed.py --shape llama3-8b --device cuda             random weights, on a GPU
+
+Both caches get the same random token ids. Each figure is the median of `--repeats` runs after one that is not counted;
+the two caches take turns, so that a slow moment of the machine hits both. Scoring is timed around the selection of
+every window layer; its extra memory is the highest resident set while it runs (CPU) or the allocator's peak (GPU).
+"""
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import hf_sparsekv as skv
+from hf_sparsekv.attention import forward as forward_module
+from hf_sparsekv.hf.compat import CACHE_KEYWORD
+from hf_sparsekv.models_store import resolve_model
+
+SHAPES = {
+    "llama3-8b": {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Scoring:
+    """Time and extra memory of selections, taken around `finish_prompt`."""
+
+    def __init__(self, device: str) -> None:
+        self.seconds, self.extra_bytes, self._device = 0.0, 0, device
+
+    @contextmanager
+    def watched(self, *, memory: bool) -> Iterator[None]:
+        """Watch every selection inside; memory sampling slows them, so take time and memory in separate runs."""
+        original = forward_module.finish_prompt
+
+        def timed(layer: Any, scale: float) -> None:
+            synchronize(self._device)
+            start = time.perf_counter()
+            with peak_memory(self._device) if memory else no_peak() as peak:
+                original(layer, scale)
+                synchronize(self._device)
+            self.seconds += time.perf_counter() - start
+            self.extra_bytes = max(self.extra_bytes, peak[0])
+
+        forward_module.finish_prompt = timed
+        try:
+            yield
+        finally:
+            forward_module.finish_prompt = original
+
+
+@contextmanager
+def no_peak() -> Iterator[list[int]]:
+    """Where memory is not asked for."""
+    yield [0]
+
+
+@contextmanager
+def peak_memory(device: str) -> Iterator[list[int]]:
+    """The list's entry becomes the highest extra memory in bytes while inside."""
+    result = [0]
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield result
+        result[0] = torch.cuda.max_memory_allocated() - before
+        return
+    process, stop = psutil.Process(), threading.Event()
+    before = highest = process.memory_info().rss
+
+    def sample() -> None:
+        nonlocal highest
+        while not stop.is_set():
+            highest = max(highest, process.memory_info().rss)
+            time.sleep(0.0002)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield result
+    finally:
+        stop.set()
+        thread.join()
+        result[0] = highest - before
+
+
+def synchronize(device: str) -> None:
+    """Wait for the device, so that a clock means something."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def load(args: argparse.Namespace) -> Any:
+    """The model: built in, from a folder, or random weights of a shape."""
+    dtype = DTYPES[args.dtype or ("bfloat16" if args.device == "cuda" else "float32")]
+    if args.shape is None:
+        path = resolve_model(args.model, allow_fetch=True).path_or_id
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(args.device).eval()
+    config = LlamaConfig(**SHAPES[args.shape], max_position_embeddings=131072)
+    config._attn_implementation = "sdpa"
+    torch.set_default_dtype(dtype)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    model = model.to_empty(device=args.device).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    rotary = model.model.rotary_emb  # its frequencies are a buffer that an empty model does not have
+    model.model.rotary_emb = type(rotary)(config, device=torch.device(args.device))
+    return model
+
+
+def one_run(model: Any, ids: torch.Tensor, cache: Any, new_tokens: int, device: str) -> dict[str, float]:
+    """Prefill and greedy decode steps, timed."""
+    synchronize(device)
+    start = time.perf_counter()
+    with torch.no_grad():
+        token = (
+            model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_KEYWORD: cache}).logits[:, -1:].argmax(-1)
+        )
+        synchronize(device)
+        prefilled = time.perf_counter()
+        for _ in range(new_tokens):
+            token = model(input_ids=token, use_cache=True, **{CACHE_KEYWORD: cache}).logits[:, -1:].argmax(-1)
+        synchronize(device)
+    return {"prefill_s": prefilled - start, "decode_s": time.perf_counter() - prefilled}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Every figure of the report."""
+    model = load(args)
+    ids = torch.randint(0, model.config.vocab_size, (1, args.context), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(args.device)
+    config = skv.SparseKVConfig(num_full_layers=args.num_full_layers, budget=args.budget, scorer=args.scorer)
+    skv.register()
+    runs: dict[str, list[dict[str, float]]] = {"dense": [], "sparse": []}
+    scoring_seconds = []
+    for repeat in range(args.repeats + 1):
+        model.set_attn_implementation("sdpa")
+        dense_cache = DynamicCache(config=model.config)
+        dense = one_run(model, ids, dense_cache, args.new_tokens, args.device)
+        dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in dense_cache.layers)
+        del dense_cache
+        model.set_attn_implementation("sparsekv")
+        cache, scoring = skv.SparseKVCache(model.config, config, prompt_length=args.context), Scoring(args.device)
+        with scoring.watched(memory=False):
+            sparse = one_run(model, ids, cache, args.new_tokens, args.device)
+        if repeat:  # the first run warms up
+            runs["dense"].append(dense)
+            runs["sparse"].append(sparse)
+            scoring_seconds.append(scoring.seconds)
+    memory = Scoring(args.device)
+    with memory.watched(memory=True):
+        one_run(model, ids, skv.SparseKVCache(model.config, config, prompt_length=args.context), 1, args.device)
+    planned = cache.plan.total_bytes(
+        args.context + args.new_tokens, element_bytes=model.dtype.itemsize, prompt_length=args.context
+    )
+    result = {
+        name: {
+            "prefill_s": statistics.median(run["prefill_s"] for run in of),
+            "decode_tokens_per_s": args.new_tokens / statistics.median(run["decode_s"] for run in of),
+        }
+        for name, of in runs.items()
+    }
+    scoring_s = statistics.median(scoring_seconds)
+    return {
+        **result,
+        "decode_speedup": result["sparse"]["decode_tokens_per_s"] / result["dense"]["decode_tokens_per_s"],
+        "scoring_s": scoring_s,
+        "scoring_share_of_dense_prefill": scoring_s / result["dense"]["prefill_s"],
+        "scoring_extra_bytes": memory.extra_bytes,
+        "cache_bytes": cache.nbytes,
+        "planned_bytes": planned,
+        "dense_cache_bytes": dense_bytes,
+        "settings": vars(args),
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "hf_sparsekv": skv.__version__,
+        },
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+    }
+
+
+def main() -> None:
+    """Parse, measure, print, and write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="built-in alias, folder or hub id")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape in place of a model")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", choices=sorted(DTYPES))
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--num-full-layers", type=int, default=3)
+    parser.add_argument("--scorer", default="snapkv")
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    result = measure(args)
+    result["settings"] = {name: str(v) if isinstance(v, Path) else v for name, v in result["settings"].items()}
+    text = json.dumps(result, indent=2)
+    print(text)
+    if args.json:
+        args.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
