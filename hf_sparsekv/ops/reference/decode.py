@@ -35,7 +35,8 @@ def decode_attention(
     """
     logits, values = _logits_and_values(q_BHD, k_pool, v_pool, lengths_B, scale, max_length, block_table)
     lse = logits.logsumexp(dim=-1)
-    probs = logits.sub_(lse[..., None]).exp_()
+    lowest = torch.finfo(torch.float32).min  # a request without slots: exp(-inf - lowest) is 0, and so is its output
+    probs = logits.sub_(lse.clamp_min(lowest)[..., None]).exp_()
     return _combined(probs, values, q_BHD), lse.flatten(1), probs.mean(dim=2)
 
 
@@ -54,15 +55,15 @@ def write_slots(
         k_BKD, v_BKD: new key and value, the pool's dtype.
         slots_BK: int64 slot to overwrite; -1 writes nothing.
     """
-    page_size = k_pool.shape[2]
-    rows = torch.arange(slots_BK.shape[0], device=slots_BK.device)[:, None].expand_as(slots_BK)
-    heads = torch.arange(slots_BK.shape[1], device=slots_BK.device)[None].expand_as(slots_BK)
-    slots = slots_BK.clamp_min(0)
-    pages = rows if block_table is None else block_table.long()[rows, slots // page_size]
-    offsets = slots if block_table is None else slots % page_size
-    skip = (slots_BK < 0)[..., None]
-    for pool, new in ((k_pool, k_BKD), (v_pool, v_BKD)):
-        pool[pages, heads, offsets] = torch.where(skip, pool[pages, heads, offsets], new)
+    # A request that writes nothing may have no page at all: take only those that write.
+    rows, heads = (slots_BK >= 0).nonzero(as_tuple=True)
+    slots = slots_BK[rows, heads]
+    pages, offsets = rows, slots
+    if block_table is not None:
+        page_size = k_pool.shape[2]
+        pages, offsets = block_table.long()[rows, slots // page_size], slots % page_size
+    k_pool[pages, heads, offsets] = k_BKD[rows, heads]
+    v_pool[pages, heads, offsets] = v_BKD[rows, heads]
 
 
 def find_victim(
