@@ -163,12 +163,13 @@ def test_scoring_compiles_into_one_graph_for_every_length():
     torch._dynamo.reset()
 
     def layer(q: Tensor, k: Tensor, lengths: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
-        lse = ops.window_lse(q, k, lengths, SCALE, k.shape[2])
-        return ops.window_score(q, k, lse, lengths, SCALE, k.shape[2], "max", anchor=anchor)
+        scale = 0.5  # a global float would be traced as an input, in a second frame
+        lse = ops.window_lse(q, k, lengths, scale, k.shape[2])
+        return ops.window_score(q, k, lse, lengths, scale, k.shape[2], "max", anchor=anchor)
 
     frames = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=frames, dynamic=True)
-    for num_keys in (7, 9, 40):  # 6 would give two tensors equal strides, which tracing takes for a law
+    for num_keys in (7, 9, 40):
         arguments = torch.randn(2, 4, 3, 4), rows(keys=num_keys), int32(num_keys, 3), torch.randn(2, 2, 4)
         for actual, expected in zip(compiled(*arguments), layer(*arguments), strict=True):
             assert_bitwise_equal(actual, expected)
