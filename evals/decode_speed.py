@@ -5,20 +5,18 @@
 
 Both caches get the same random token ids. Each figure is the median of `--repeats` runs after one that is not counted;
 the two caches take turns, so that a slow moment of the machine hits both. Scoring is timed around the selection of
-every window layer; its extra memory is the highest resident set while it runs (CPU) or the allocator's peak (GPU).
+every window layer; its extra memory is the allocator's peak above what was held before, in a run of its own.
 """
 
 import argparse
 import json
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -84,23 +82,14 @@ def peak_memory(device: str) -> Iterator[list[int]]:
         yield result
         result[0] = torch.cuda.max_memory_allocated() - before
         return
-    process, stop = psutil.Process(), threading.Event()
-    before = highest = process.memory_info().rss
-
-    def sample() -> None:
-        nonlocal highest
-        while not stop.is_set():
-            highest = max(highest, process.memory_info().rss)
-            time.sleep(0.0002)
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         yield result
-    finally:
-        stop.set()
-        thread.join()
-        result[0] = highest - before
+    held = highest = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            highest = max(highest, held)
+    result[0] = highest
 
 
 def synchronize(device: str) -> None:

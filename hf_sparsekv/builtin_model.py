@@ -123,6 +123,7 @@ def convert_gguf(source: ModelSource, gguf: Path, folder: Path, progress: Progre
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(source.eos_token_id)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.clean_up_tokenization_spaces = False  # a byte-level vocabulary has no spaces to clean up
     tokenizer.save_pretrained(folder)
     _drop_origin(folder / "config.json")
 

@@ -165,7 +165,7 @@ def check_manifest(path: Path, *, source: ModelSource | None = None, with_hashes
 
 def _folder_or_id(name: str) -> str:
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():  # Path("") is the current folder
         if not (path / "config.json").is_file():
             raise InputError(f"{name} is no model directory: it has no config.json")
         return str(path)

@@ -42,7 +42,8 @@ class QueryTail:
             if old is not None:
                 new = torch.cat([old, new], dim=2)
                 new = new if limit is None else new[:, :, max(0, new.shape[2] - limit) :]
-            self._queries = new.contiguous()  # a view would keep the whole prompt's queries alive
+            # A view would keep the whole prompt's queries alive, and a slice of one head is contiguous.
+            self._queries = new.clone(memory_format=torch.contiguous_format)
             return
         both = queries if self._queries is None else torch.cat([self._queries, queries], dim=2)
         flags = self._flags(queries, is_token)

@@ -141,19 +141,11 @@ def decode_step(
         output [B, H, D] in q's dtype.
     """
     capacity = scores_BKC.shape[2]
-    slot = victims_BK[..., None]
-    if block_table is None:
-        where = slot[..., None].expand(-1, -1, 1, k_pool.shape[3])
-        k_pool.scatter_(2, where, k_BKD[:, :, None])
-        v_pool.scatter_(2, where, v_BKD[:, :, None])
-    else:
-        write_slots(k_pool, v_pool, k_BKD, v_BKD, victims_BK, block_table)
-    position = next_position_B[:, None, None].expand_as(slot)
-    positions_BKC.scatter_(-1, slot, position)
+    _store_new(k_BKD, v_BKD, k_pool, v_pool, positions_BKC, scores_BKC, victims_BK, next_position_B, block_table)
     if score_by_position:
-        scores_BKC.scatter_(-1, slot, position.float())
-    else:
-        scores_BKC.scatter_(-1, slot, 0.0)
+        scores_BKC.scatter_(
+            -1, victims_BK[..., None], next_position_B[:, None, None].float().expand(*victims_BK.shape, 1)
+        )
     torch.minimum(lengths_B + 1, budgets_B, out=lengths_B)
     next_position_B += 1
     logits, values = _logits_and_values(q_BHD, k_pool, v_pool, lengths_B, scale, capacity, block_table)
@@ -164,6 +156,29 @@ def decode_step(
         find_victim(scores_BKC, positions_BKC, lengths_B, budgets_B, next_position_B, num_sinks, num_recent)
     )
     return _combined(probs, values, q_BHD)
+
+
+def _store_new(
+    k_BKD: Tensor,
+    v_BKD: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    positions_BKC: Tensor,
+    scores_BKC: Tensor,
+    victims_BK: Tensor,
+    next_position_B: Tensor,
+    block_table: Tensor | None,
+) -> None:
+    """The new token takes its slot: key, value, position, and score 0."""
+    slot = victims_BK[..., None]
+    if block_table is None:
+        where = slot[..., None].expand(-1, -1, 1, k_pool.shape[3])
+        k_pool.scatter_(2, where, k_BKD[:, :, None])
+        v_pool.scatter_(2, where, v_BKD[:, :, None])
+    else:
+        write_slots(k_pool, v_pool, k_BKD, v_BKD, victims_BK, block_table)
+    positions_BKC.scatter_(-1, slot, next_position_B[:, None, None].expand_as(slot))
+    scores_BKC.scatter_(-1, slot, 0.0)
 
 
 def _logits_and_values(
