@@ -134,6 +134,7 @@ class SparseKVConfig:
     def to_dict(self) -> dict[str, Any]:
         """All options as JSON-able values; an own scorer object must be registered first."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["scorer_options"] = dict(self.scorer_options)  # the caller may change what it gets
         if not isinstance(self.scorer, str):
             described = describe_scorer(self.scorer)
             values["scorer"], values["scorer_options"] = described["name"], described["options"]

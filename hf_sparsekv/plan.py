@@ -57,7 +57,8 @@ class LayerSpec:
         if self.budget is None:
             return prompt_length
         if isinstance(self.budget, float):
-            return max(ceil(self.budget * prompt_length), self.num_protected)
+            # 0.07 * 100 is 7.000000000000001 in binary: that is 7 tokens, not 8.
+            return max(ceil(round(self.budget * prompt_length, 6)), self.num_protected)
         return self.budget
 
 

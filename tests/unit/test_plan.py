@@ -175,3 +175,8 @@ def without(key: str) -> str:
 def test_what_is_no_plan_is_refused(text):
     with pytest.raises(ConfigError, match="not a layer plan"):
         LayerPlan.from_json(text)
+
+
+def test_a_fraction_is_not_rounded_up_by_float_noise():
+    spec = LayerSpec(layer_idx=0, is_full=False, budget=0.07, num_protected=1)
+    assert [spec.kept_tokens(length) for length in (100, 101, 1)] == [7, 8, 1]
