@@ -7,8 +7,7 @@ void run_compact(const CompactParams& params, cudaStream_t stream) {
   const int rows_per_cta = params.chunks_per_row >= 256 ? 1 : 256 / params.chunks_per_row;
   const dim3 threads(params.chunks_per_row, rows_per_cta);
   const dim3 grid(ceil_div(params.capacity, rows_per_cta), params.num_heads, params.batch);
-  compact_kernel<<<grid, threads, 0, stream>>>(params);
-  check_launch("compact_kernel");
+  launch_chained(compact_kernel, grid, threads, stream, params, "compact_kernel");
 }
 
 }  // namespace skv

@@ -6,12 +6,13 @@
 // Reference: `compact` in hf_sparsekv/ops/reference/select.py.
 #pragma once
 
-#include "common.cuh"
 #include "compact.h"
+#include "compact_chain.cuh"
 
 namespace skv {
 
 __global__ void compact_kernel(const CompactParams p) {
+  wait_for_previous_kernel();
   const int32_t target = blockIdx.x * blockDim.y + threadIdx.y;
   const int32_t head = blockIdx.y;
   const int32_t request = blockIdx.z;

@@ -1,7 +1,7 @@
 // Decode attention and the fused decode step. Reference: hf_sparsekv/ops/reference/decode.py.
 //
 // Grid (splits, KV heads * row blocks, requests), 4 warps. A CTA attends with the query rows of one KV head over one
-// contiguous range of slots; its warps take units of 8 or 16 slots in turn, each through its own ring of copies.
+// contiguous range of slots; its warps take units of 16 or 32 slots in turn, each through its own ring of copies.
 // Moved per slot: 4 D bytes of K and V; a step adds 12 (score read and written, position read).
 // Accumulators are fp32; softmax weights are rounded to the pools' dtype for the second product, as in FlashAttention.
 //
@@ -14,7 +14,8 @@
 
 namespace skv {
 
-constexpr int kSlotsAhead = 4;   // slots per lane whose scores and positions are loaded together
+constexpr int kSlotsAhead = 4;    // slots per lane whose scores and positions are loaded together
+constexpr int kLogitsAhead = 8;   // and, by the last of several splits, with their logits
 
 template <int kRows>
 __device__ __forceinline__ void load_logits(const float* slot, float (&values)[kRows]) {
@@ -42,8 +43,15 @@ __device__ __forceinline__ void store_weights(float* slot, const float (&weights
   }
 }
 
+/// At least one granule, so that it may divide.
+template <int D>
+__device__ __forceinline__ int32_t slots_per_split(int32_t length, int32_t num_splits) {
+  constexpr int kGranule = split_granule_of(D);
+  return max(1, ceil_div(ceil_div(length, num_splits), kGranule)) * kGranule;
+}
+
 /// The request, head and slots of this CTA. All splits of a request cut its actual length in equal parts.
-template <typename T, bool kStep>
+template <typename T, int D, bool kStep>
 __device__ __forceinline__ SlotRange find_range(const DecodeArgs<T>& args, NewToken& token) {
   const DecodeParams& p = args.params;
   SlotRange range{};
@@ -63,7 +71,7 @@ __device__ __forceinline__ SlotRange find_range(const DecodeArgs<T>& args, NewTo
     length = p.lengths[range.request];
   }
   range.length = max(0, min(length, p.max_length));
-  const int32_t share = ceil_div(ceil_div(range.length, args.plan.num_splits), kSplitGranule) * kSplitGranule;
+  const int32_t share = slots_per_split<D>(range.length, args.plan.num_splits);
   range.begin = min(static_cast<int32_t>(blockIdx.x) * share, range.length);
   range.end = min(range.begin + share, range.length);
   return range;
@@ -94,7 +102,7 @@ __device__ __forceinline__ void attend_in_chunks(
   for (int32_t first = 0; first < num_units; first += kChunkSlots / kUnitSlots) {
     const int32_t count = min(kChunkSlots / kUnitSlots, num_units - first);
     for (int32_t i = 0; i < count; ++i) {
-      const uint32_t unit = ring.acquire();
+      const UnitAddress unit = ring.acquire();
       tile.score_unit(
           unit, logits + i * kUnitSlots * kRows, unit_slot(range, first + i, warp, kUnitSlots), scale_log2);
     }
@@ -105,7 +113,7 @@ __device__ __forceinline__ void attend_in_chunks(
       tile.rescale(n, exp2_fast(reference[n] - zero_if_minus_infinity(peak)));
       reference[n] = peak;
 #pragma unroll
-      for (int r = 0; r < 8; ++r) row_reference[8 * n + r] = zero_if_minus_infinity(__shfl_sync(kFullMask, peak, 4 * r));
+      for (int r = 0; r < min(8, kRows); ++r) row_reference[8 * n + r] = zero_if_minus_infinity(__shfl_sync(kFullMask, peak, 4 * r));
     }
     __syncwarp();
 #pragma unroll 1
@@ -118,14 +126,14 @@ __device__ __forceinline__ void attend_in_chunks(
     }
     __syncwarp();
     for (int32_t i = 0; i < count; ++i) {
-      const uint32_t unit = ring.acquire();
+      const UnitAddress unit = ring.acquire();
       tile.value_unit(unit, shared_address(logits + i * kUnitSlots * kRows));
     }
   }
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
     const float sum = tile.row_sum(n, reference[n]);
-    if (lane % 4 == 0) scratch.parts[warp][lane / 4 + 8 * n] = make_float2(reference[n], sum);
+    if (lane % 4 == 0 && lane / 4 < kRows) scratch.parts[warp][lane / 4 + 8 * n] = make_float2(reference[n], sum);
   }
 }
 
@@ -186,7 +194,7 @@ __device__ __forceinline__ void weigh_slots(
 
 /// All keys, then softmax and scores, then all values.
 template <typename T, int D, int kRows>
-__device__ __forceinline__ int32_t attend_and_score(
+__device__ __forceinline__ void attend_and_score(
     const DecodeArgs<T>& args, UnitRing<T, D, true>& ring, WarpTile<T, D, kRows>& tile, const SlotRange& range,
     const RowBlock& block, int32_t num_units, float* logits, DecodeScratch<kRows>& scratch, ScoreUpdate& scores) {
   constexpr int kUnitSlots = UnitRing<T, D, true>::kUnitSlots;
@@ -201,23 +209,19 @@ __device__ __forceinline__ int32_t attend_and_score(
   }
   const float scale_log2 = args.params.scale * kLog2e;
   for (int32_t i = 0; i < num_units; ++i) {
-    const uint32_t unit = ring.acquire();
+    const UnitAddress unit = ring.acquire();
     tile.score_unit(unit, logits + i * kUnitSlots * kRows, unit_slot(range, i, warp, kUnitSlots), scale_log2);
   }
   const float peak = tile.row_peak(0);
   const float sum = tile.row_sum(0, peak);
   if (lane % 4 == 0 && lane / 4 < kRows) scratch.parts[warp][lane / 4] = make_float2(peak, sum);
   __syncthreads();
-  // Every thread of this CTA has read the request's length by now; the answer is not needed before the end.
-  int32_t arrived = 0;
-  if (args.plan.num_splits == 1 && threadIdx.x == 0) arrived = arrive_at_request(args.params, range.request);
   weigh_slots<T, D, kRows>(args, range, block, num_units * kUnitSlots, logits, scratch, scores, ahead);
   __syncwarp();
   for (int32_t i = 0; i < num_units; ++i) {
-    const uint32_t unit = ring.acquire();
+    const UnitAddress unit = ring.acquire();
     tile.value_unit(unit, shared_address(logits + i * kUnitSlots * kRows));
   }
-  return arrived;
 }
 
 /// Scores of all slots of a head from the logits that its splits left, by the last CTA.
@@ -227,11 +231,15 @@ __device__ __forceinline__ void score_all_slots(
     ScoreUpdate& scores) {
   const SplitStore store = SplitStore::of<D, kRows>(args.params, args.plan, block.pair);
   const bool has_logits = !args.params.step.score_by_position;
-  for (int32_t first = threadIdx.x; first < range.length; first += kDecodeThreads * kSlotsAhead) {
-    SlotState states[kSlotsAhead];
-    float4 logits[kSlotsAhead][kRows / 4];
+  const float group_share = 1.0f / args.params.group;
+  float lse[kRows];   // a padding row's weights become 0
 #pragma unroll
-    for (int i = 0; i < kSlotsAhead; ++i) {
+  for (int r = 0; r < kRows; ++r) lse[r] = r < args.params.group ? scratch.lse[r] : INFINITY;
+  for (int32_t first = threadIdx.x; first < range.length; first += kDecodeThreads * kLogitsAhead) {
+    SlotState states[kLogitsAhead];
+    float4 logits[kLogitsAhead][kRows / 4];
+#pragma unroll
+    for (int i = 0; i < kLogitsAhead; ++i) {
       const int32_t slot = first + i * kDecodeThreads;
       states[i] = scores.load(slot, slot < range.length);
 #pragma unroll
@@ -242,7 +250,7 @@ __device__ __forceinline__ void score_all_slots(
       }
     }
 #pragma unroll
-    for (int i = 0; i < kSlotsAhead; ++i) {
+    for (int i = 0; i < kLogitsAhead; ++i) {
       const int32_t slot = first + i * kDecodeThreads;
       if (slot >= range.length) break;
       float sum = 0.0f;
@@ -250,9 +258,9 @@ __device__ __forceinline__ void score_all_slots(
       for (int r = 0; r < kRows; ++r) {
         const float4 four = logits[i][r / 4];
         const float logit = r % 4 == 0 ? four.x : r % 4 == 1 ? four.y : r % 4 == 2 ? four.z : four.w;
-        if (r < args.params.group) sum += exp2_fast(logit - scratch.lse[r]);
+        sum += exp2_fast(logit - lse[r]);
       }
-      scores.visit(slot, states[i], sum / args.params.group);
+      scores.visit(slot, states[i], sum * group_share);
     }
   }
 }
@@ -283,12 +291,12 @@ __global__ void __launch_bounds__(kDecodeThreads, kRows > 8 ? 3 : 4)
   __shared__ DecodeScratch<kRows> scratch;
   const DecodePlan& plan = args.plan;
   const int warp = threadIdx.x / kWarpSize;
-  unsigned char* own_ring = shared + warp * plan.ring_depth * kUnitBytes;
-  float* logits = reinterpret_cast<float*>(shared + kDecodeWarps * plan.ring_depth * kUnitBytes) +
+  unsigned char* own_ring = shared + warp * plan.ring_depth * kPlaceBytes;
+  float* logits = reinterpret_cast<float*>(shared + kDecodeWarps * plan.ring_depth * kPlaceBytes) +
                   warp * plan.warp_slots * kRows;
   prefetch_table(args);
   NewToken unused{};
-  const SlotRange range = find_range<T, false>(args, unused);
+  const SlotRange range = find_range<T, D, false>(args, unused);
   const RowBlock block = find_rows<kRows>(args.params, plan);
   const int32_t num_units = ceil_div(max(range.num_units(kUnitSlots) - warp, 0), kDecodeWarps);
   UnitRing<T, D, false> ring(args, range, shared_address(own_ring), num_units, kChunkSlots / kUnitSlots);
@@ -300,8 +308,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kRows > 8 ? 3 : 4)
   __syncthreads();
   combine_warps<T, D, kRows, false>(args, range, block, scratch, shared);
   if (plan.num_splits == 1 || !is_last_split(args, block, scratch)) return;
-  const int32_t share = ceil_div(ceil_div(range.length, plan.num_splits), kSplitGranule) * kSplitGranule;
-  const int32_t num_used = range.length == 0 ? 0 : ceil_div(range.length, share);
+  const int32_t num_used = ceil_div(range.length, slots_per_split<D>(range.length, plan.num_splits));
   combine_splits<T, D, kRows>(args, range, block, num_used, scratch, reinterpret_cast<float*>(shared));
 }
 
@@ -312,37 +319,34 @@ __global__ void __launch_bounds__(kDecodeThreads, 4) decode_step_kernel(const __
   __shared__ DecodeScratch<kRows> scratch;
   const DecodePlan& plan = args.plan;
   const int warp = threadIdx.x / kWarpSize;
-  unsigned char* own_ring = shared + warp * plan.ring_depth * kUnitBytes;
-  float* logits = reinterpret_cast<float*>(shared + kDecodeWarps * plan.ring_depth * kUnitBytes) +
+  unsigned char* own_ring = shared + warp * plan.ring_depth * kPlaceBytes;
+  float* logits = reinterpret_cast<float*>(shared + kDecodeWarps * plan.ring_depth * kPlaceBytes) +
                   warp * plan.warp_slots * kRows;
   prefetch_table(args);
   NewToken token{};
-  const SlotRange range = find_range<T, true>(args, token);
+  const SlotRange range = find_range<T, D, true>(args, token);
   const RowBlock block = find_rows<kRows>(args.params, plan);
   const int32_t num_units = ceil_div(max(range.num_units(kUnitSlots) - warp, 0), kDecodeWarps);
   UnitRing<T, D, true> ring(args, range, shared_address(own_ring), num_units, num_units);
   WarpTile<T, D, kRows> tile;
   tile.start(args.params, range, block.row_base);
   if (warp == 0) write_new_token<T, D>(args, range);
+  const int32_t arrived = arrive_at_request(args.params, range.request);
   ScoreUpdate scores(args.params.step, range, token.position);
-  int32_t arrived = attend_and_score<T, D, kRows>(args, ring, tile, range, block, num_units, logits, scratch, scores);
+  attend_and_score<T, D, kRows>(args, ring, tile, range, block, num_units, logits, scratch, scores);
   __syncwarp();
   tile.store_output(reinterpret_cast<float*>(own_ring));
   unsigned long long best = best_of_cta(scratch, scores);
   combine_warps<T, D, kRows, true>(args, range, block, scratch, shared);
+  advance_request(args.params, range.request, token, arrived);
   if (plan.num_splits > 1) {
     if (!is_last_split(args, block, scratch)) return;
-    const int32_t share = ceil_div(ceil_div(range.length, plan.num_splits), kSplitGranule) * kSplitGranule;
-    const int32_t num_used = range.length == 0 ? 0 : ceil_div(range.length, share);
+    const int32_t num_used = ceil_div(range.length, slots_per_split<D>(range.length, plan.num_splits));
     combine_splits<T, D, kRows>(args, range, block, num_used, scratch, reinterpret_cast<float*>(shared));
     score_all_slots<T, D, kRows>(args, range, block, scratch, scores);
     best = best_of_cta(scratch, scores);
-    if (threadIdx.x == 0) arrived = arrive_at_request(args.params, range.request);
   }
-  if (threadIdx.x == 0) {
-    write_victim(args.params.step, range, token, best);
-    advance_request(args.params, range.request, token, arrived);
-  }
+  if (threadIdx.x == 0) write_victim(args.params.step, range, token, best);
 }
 
 }  // namespace skv

@@ -12,9 +12,9 @@ constexpr int kDecodeMaxGroup = 8;
 constexpr int kDecodeMaxRows = 8;
 constexpr int kDecodeMaxSplits = 64;
 
-/// The workspace begins with two arrays of int32 counters of this length each: finished heads per request, finished
-/// splits per (request, KV head, row block). They must be zero before the first launch; every launch leaves them
-/// zero. Their place does not depend on shapes, so launches of one stream may share a workspace.
+/// The workspace begins with two arrays of int32 counters of this length each: warps per request that have read its
+/// length, finished splits per (request, KV head, row block). They must be zero before the first launch; every launch
+/// leaves them zero. Their place does not depend on shapes, so launches of one stream may share a workspace.
 constexpr int64_t kDecodeCounters = 8192;
 
 /// What a decode step changes besides its output; unused by `run_decode_attention`.

@@ -84,7 +84,7 @@ __device__ __forceinline__ void combine_warps(
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int w = 0; w < kDecodeWarps; ++w) {
-      const float* out = reinterpret_cast<const float*>(rings + w * plan.ring_depth * kUnitBytes);
+      const float* out = reinterpret_cast<const float*>(rings + w * plan.ring_depth * kPlaceBytes);
       const float4 part = *reinterpret_cast<const float4*>(out + row * (D + 4) + column);
       const float reference = kSharedReference ? zero_if_minus_infinity(total.peak) : scratch.parts[w][row].x;
       const float weight = exp2_fast(reference - lse);

@@ -41,6 +41,8 @@ inline void launch_decode_dim(const DecodeArgs<T>& args, bool is_step, cudaStrea
     launch_kernel<decode_step_kernel<T, D, 4>>(args, stream);
   } else if (is_step) {
     launch_kernel<decode_step_kernel<T, D, 8>>(args, stream);
+  } else if (args.plan.tile_rows == 4) {
+    launch_kernel<decode_attention_kernel<T, D, 4>>(args, stream);
   } else if (args.plan.tile_rows == 8) {
     launch_kernel<decode_attention_kernel<T, D, 8>>(args, stream);
   } else {

@@ -1,4 +1,5 @@
-// Chooses the splits of a decode launch by a small cost model. The constants only rank the candidates.
+// Chooses the splits of a decode launch by a small cost model. The constants are a fit to times on an H200 (1 to 256
+// requests, 512 to 4096 slots, 1 to 32 splits); they rank the candidates, the times themselves are rough.
 #include "decode_plan.h"
 
 #include <algorithm>
@@ -10,13 +11,13 @@ namespace skv {
 namespace {
 
 constexpr int kDepths[] = {12, 8, 6, 5, 4};
-constexpr double kLatencyNs = 800;          // device memory, loaded
-constexpr double kBytesPerNs = 32;          // a multiprocessor's share of the bandwidth when all are busy
-constexpr double kMostBytesPerNs = 75;      // what one multiprocessor can take when few are busy
-constexpr double kUnitNs = 130;             // a warp's arithmetic on one unit
-constexpr double kCombineNs = 1500;         // counter, fence, and the first read of another split's result
-constexpr double kCombinePerSplitNs = 90;
-constexpr double kLogitBytesPerNs = 20;     // re-read by the last CTA
+constexpr double kStartNs = 2700;           // lengths, table, first slots
+constexpr double kLatencyNs = 1400;         // device memory, loaded
+constexpr double kBytesPerNs = 40;          // a multiprocessor's share of the bandwidth when all are busy
+constexpr double kPlaceNs = 500;            // what a warp spends on one place of its ring
+constexpr double kCombineNs = 1900;         // counter, fence, and the first read of another split's result
+constexpr double kCombinePerSplitNs = 60;
+constexpr double kLogitBytesPerNs = 5;      // scores from the logits of all splits, by the last CTA
 
 int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return div_up(a, b) * b; }
@@ -40,7 +41,7 @@ struct Candidate {
 Sizes sizes_of(const DecodeParams& p, bool is_step) {
   const int32_t rows = p.group * p.num_rows;
   Sizes s{};
-  s.tile_rows = is_step && rows <= 4 ? 4 : rows <= 8 ? 8 : 16;
+  s.tile_rows = rows <= 4 ? 4 : rows <= 8 ? 8 : 16;
   s.pairs = int64_t{p.batch} * p.kv_heads * div_up(rows, s.tile_rows);
   s.slot_bytes = int64_t{4} * p.head_dim;
   // A warp's ring later holds its fp32 output tile, rows padded by 4.
@@ -58,7 +59,7 @@ int64_t fit_ring(const Sizes& s, const DeviceFacts& device, int64_t ctas, int64_
     const int64_t available = std::min<int64_t>(
         device.shared_per_multiprocessor / resident - device.shared_reserved, device.shared_per_block);
     for (const int depth : kDepths) {
-      const int64_t bytes = int64_t{depth} * kUnitBytes * kDecodeWarps + logits_bytes;
+      const int64_t bytes = int64_t{depth} * kPlaceBytes * kDecodeWarps + logits_bytes;
       if (depth < s.min_depth || bytes + static_bytes > available) continue;
       c.depth = depth;
       c.shared_bytes = bytes;
@@ -71,10 +72,10 @@ int64_t fit_ring(const Sizes& s, const DeviceFacts& device, int64_t ctas, int64_
 /// Nanoseconds per byte of one multiprocessor: Little's law, the bandwidth and the arithmetic, as a smooth maximum.
 double ns_per_byte(const DeviceFacts& device, int64_t ctas, int64_t resident, int32_t depth) {
   const double busy = std::min<double>(1.0, static_cast<double>(ctas) / device.num_multiprocessors);
-  const double unit_bytes = static_cast<double>(kUnitBytes * kDecodeWarps);
-  const double latency = kLatencyNs / (resident * (depth - 1) * unit_bytes);
-  const double bandwidth = std::max(busy / kBytesPerNs, 1 / kMostBytesPerNs);
-  const double arithmetic = kUnitNs / (resident * unit_bytes);
+  const double place_bytes = static_cast<double>(kPlaceBytes * kDecodeWarps);
+  const double latency = kLatencyNs / (resident * (depth - 2) * place_bytes);
+  const double bandwidth = busy / kBytesPerNs;
+  const double arithmetic = kPlaceNs / (resident * place_bytes);
   return std::cbrt(std::pow(latency, 3) + std::pow(bandwidth, 3) + std::pow(arithmetic, 3));
 }
 
@@ -82,7 +83,7 @@ double ns_per_byte(const DeviceFacts& device, int64_t ctas, int64_t resident, in
 Candidate evaluate(const DecodeParams& p, bool is_step, const Sizes& s, const DeviceFacts& device, int32_t splits) {
   Candidate c{};
   c.num_splits = splits;
-  const int64_t slots = round_up(div_up(p.max_length, splits), kSplitGranule);
+  const int64_t slots = round_up(div_up(p.max_length, splits), split_granule_of(p.head_dim));
   c.warp_slots = is_step ? slots / kDecodeWarps : kChunkSlots;
   const int64_t ctas = s.pairs * splits;
   const int64_t resident = fit_ring(s, device, ctas, c.warp_slots * kDecodeWarps * s.tile_rows * 4, c);
@@ -91,7 +92,8 @@ Candidate evaluate(const DecodeParams& p, bool is_step, const Sizes& s, const De
   // A last, partly filled round costs about half of what it leaves idle: its CTAs have the bandwidth to themselves.
   const int64_t slice = device.num_multiprocessors * resident;
   const double rounds = ctas <= slice ? 1.0 : 0.5 * (static_cast<double>(ctas) / slice + div_up(ctas, slice));
-  c.ns = rounds * resident * static_cast<double>(slots * s.slot_bytes) * ns_per_byte(device, ctas, resident, c.depth);
+  const double bytes = static_cast<double>(resident * slots * s.slot_bytes);
+  c.ns = rounds * (kStartNs + bytes * ns_per_byte(device, ctas, resident, c.depth));
   if (splits > 1) {
     const double logits_bytes = is_step ? static_cast<double>(p.max_length) * s.tile_rows * 4 : 0;
     c.ns += rounds * (kCombineNs + kCombinePerSplitNs * splits + logits_bytes / kLogitBytesPerNs);
@@ -107,7 +109,7 @@ Candidate choose(const DecodeParams& p, bool is_step, bool may_split, const Size
   best.ns = -1;
   int64_t last_slots = 0;
   for (int32_t splits = 1; splits <= most; ++splits) {
-    const int64_t slots = round_up(div_up(p.max_length, splits), kSplitGranule);
+    const int64_t slots = round_up(div_up(p.max_length, splits), split_granule_of(p.head_dim));
     if (slots == last_slots) continue;  // the same ranges, and empty ones
     last_slots = slots;
     const Candidate c = evaluate(p, is_step, s, device, splits);

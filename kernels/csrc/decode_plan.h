@@ -10,18 +10,21 @@ namespace skv {
 constexpr int kDecodeWarps = 4;
 constexpr int kDecodeThreads = 32 * kDecodeWarps;
 
-/// The ring moves units of this many bytes: 8 rows of D = 128 or 16 rows of D = 64, loaded by one warp.
-constexpr int kUnitBytes = 2048;
+/// A ring consists of places of this many bytes: 8 rows of D = 128 or 16 rows of D = 64.
+constexpr int kPlaceBytes = 2048;
+
+/// A warp takes two places at a time.
+__host__ __device__ constexpr int unit_slots_of(int head_dim) { return kPlaceBytes / head_dim; }
 
 /// Ranges of slots given to a split are multiples of this, so that every warp gets whole units.
-constexpr int kSplitGranule = 64;
+__host__ __device__ constexpr int split_granule_of(int head_dim) { return kDecodeWarps * unit_slots_of(head_dim); }
 
 /// Slots of one warp between two softmax updates of `decode_attention`; a step keeps its whole range.
 constexpr int kChunkSlots = 64;
 
 struct DecodePlan {
   int32_t num_splits;
-  int32_t ring_depth;          // units per warp: 4, 5, 6, 8 or 12
+  int32_t ring_depth;          // places per warp: 4, 5, 6, 8 or 12
   int32_t warp_slots;          // slots whose logits a warp keeps in shared memory
   int32_t tile_rows;           // query rows per CTA, padded: 4, 8 or 16
   int32_t row_blocks;          // CTAs along the query rows

@@ -93,16 +93,20 @@ __device__ __forceinline__ void write_new_token(const DecodeArgs<T>& args, const
   store16(pool.row(range.request, range.head, range.victim) + offset, load16(source + offset));
 }
 
-/// Counts this CTA's head as done with reading the request's lengths. One thread; returns how many were done before.
+/// Counts this warp as done with reading the request's length and position. Returns, in lane 0, how many were before;
+/// asked early and looked at late, the answer costs no time.
 __device__ __forceinline__ int32_t arrive_at_request(const DecodeParams& p, int32_t request) {
+  __syncwarp();
+  if (threadIdx.x % kWarpSize != 0) return 0;
   fence_device();
   return atomicAdd(static_cast<int32_t*>(p.workspace) + request, 1);
 }
 
-/// The last of a request's heads advances its length and position: all heads have read the old ones. One thread.
+/// The last of a request's warps advances its length and position: all have read the old ones.
 __device__ __forceinline__ void advance_request(
     const DecodeParams& p, int32_t request, const NewToken& token, int32_t arrived) {
-  if (arrived != p.kv_heads - 1) return;
+  const int32_t num_warps = p.kv_heads * kDecodeWarps * static_cast<int32_t>(gridDim.x);
+  if (threadIdx.x % kWarpSize != 0 || arrived != num_warps - 1) return;
   p.step.lengths[request] = token.length;
   p.step.next_position[request] = token.position + 1;
   static_cast<int32_t*>(p.workspace)[request] = 0;

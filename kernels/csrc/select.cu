@@ -5,7 +5,7 @@ namespace {
 
 using select_detail::Layout;
 
-constexpr size_t kStaticBytes = 256;  // of the kernel, rounded up
+constexpr size_t kStaticBytes = 512;  // of the kernel, rounded up
 static_assert(sizeof(select_detail::Exchange) <= kStaticBytes);
 
 template <bool kResident, bool kHasSecond>
@@ -24,14 +24,15 @@ void run_select(const SelectParams& params, cudaStream_t stream) {
   const bool has_second = params.second.scores != nullptr;
   Layout layout{};
   layout.num_words = ceil_div(params.num_keys, 64) * 2;
-  layout.num_keys = params.num_keys;
+  layout.num_keys = ceil_div(params.num_keys, 2) * 2;
+  layout.num_key_buffers = has_second ? 2 : 1;
   layout.has_second = has_second;
   layout.capacity = params.capacity < params.num_keys ? params.capacity : params.num_keys;
 
   const size_t limit =
       device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticBytes;
-  const bool is_resident = layout.bytes() <= limit;
-  if (!is_resident) layout.num_keys = select_detail::kTile;
+  while (layout.bytes() > limit && layout.num_key_buffers > 0) --layout.num_key_buffers;
+  const bool is_resident = layout.num_key_buffers > 0;
   if (layout.bytes() > limit) {
     throw std::runtime_error(
         "hf_sparsekv_kernels.select: " + std::to_string(params.num_keys) + " keys per row (argument `scores`) with " +

@@ -43,7 +43,7 @@ struct SelectParams {
 };
 
 /// Throws when shared memory cannot hold the bookkeeping of a row (N keys: 0.25 bytes each, 0.375 with two lists, and
-/// 48 KB; two lists also 8 bytes per kept token). With two lists 131,072 keys fit everywhere; a capacity of 6,000
+/// 50 KB; two lists also 8 bytes per kept token). With two lists 131,072 keys fit everywhere; a capacity of 6,000
 /// fits on Ada and 20,000 on Hopper.
 void run_select(const SelectParams& params, cudaStream_t stream);
 

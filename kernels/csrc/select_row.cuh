@@ -13,7 +13,6 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kRun = 5;                   // neighbours pooled by one thread; odd, so that lanes hit 32 banks
 constexpr int kTile = kThreads * kRun;    // positions per tile; a multiple of 32
 constexpr int kStage = kTile + kMaxPoolWidth - 1;
-constexpr uint32_t kNotCandidate = 0;     // below the key of every number, -inf included
 
 /// A row of scores and the window [j - left, j + right] that position j takes its value from.
 struct PooledRow {
@@ -83,18 +82,35 @@ __device__ __forceinline__ void pool_run(const float* raw, int width, float (&co
   }
 }
 
-/// The row's keys: `order_key` of the pooled score where a position is a candidate, kNotCandidate elsewhere.
+/// A range of keys, both ends included.
+struct KeyRange {
+  uint32_t low;
+  uint32_t high;
+
+  __device__ __forceinline__ void add(uint32_t key) {
+    low = min(low, key);
+    high = max(high, key);
+  }
+};
+
+/// The row's keys, `order_key` of every pooled score, and which positions may be chosen.
 /// Resident: all of them stay in shared memory. Else one tile does, and every pass pools the row again.
 template <bool kResident>
 struct RowKeys {
   PooledRow row;
   int candidates_begin;
-  int candidates_end;
+  int num_candidates;
   const uint32_t* excluded;  // bit per position, or null
   float* raw;                // shared [kStage]
-  uint32_t* keys;            // shared [n rounded up to a tile's run] or [kTile]
+  uint32_t* keys;            // shared [n] or [kTile]
 
-  __device__ void load_tile(int base, uint32_t* tile) const {
+  __device__ __forceinline__ bool is_candidate(int j) const {
+    const bool inside = static_cast<uint32_t>(j - candidates_begin) < static_cast<uint32_t>(num_candidates);
+    return inside && (excluded == nullptr || (excluded[j / kWarpSize] >> (j % kWarpSize) & 1u) == 0);
+  }
+
+  /// Fills a tile; `range` grows by this thread's candidates.
+  __device__ void load_tile(int base, uint32_t* tile, KeyRange& range) const {
     const int size = min(kTile, row.n - base);
     const int staged = size + row.left + row.right;
 #pragma unroll 5
@@ -114,19 +130,20 @@ struct RowKeys {
       for (int r = 0; r < kRun; ++r) {
         const int j = base + start + r;
         if (start + r >= size) continue;
-        bool is_candidate = j >= candidates_begin && j < candidates_end;
-        if (excluded != nullptr) is_candidate = is_candidate && (excluded[j >> 5] >> (j & 31) & 1u) == 0;
-        tile[start + r] = is_candidate ? order_key(row.finish(combined[r], j)) : kNotCandidate;
+        const uint32_t key = order_key(row.finish(combined[r], j));
+        tile[start + r] = key;
+        if (is_candidate(j)) range.add(key);
       }
     }
     __syncthreads();
   }
 
-  /// Once, before the passes.
-  __device__ void prepare() const {
-    if constexpr (kResident) {
-      for (int base = 0; base < row.n; base += kTile) load_tile(base, keys + base);
-    }
+  /// Once, before the passes. Gives a range that holds this thread's candidates: the closer, the fewer passes.
+  __device__ KeyRange prepare() const {
+    if constexpr (!kResident) return {0, ~0u};
+    KeyRange range{~0u, 0};
+    for (int base = 0; base < row.n; base += kTile) load_tile(base, keys + base, range);
+    return range;
   }
 
   /// visit(tile, base, size) with keys of positions base .. base + size - 1; base is a multiple of 32.
@@ -135,8 +152,9 @@ struct RowKeys {
     if constexpr (kResident) {
       visit(static_cast<const uint32_t*>(keys), 0, row.n);
     } else {
+      KeyRange unused{~0u, 0};
       for (int base = 0; base < row.n; base += kTile) {
-        load_tile(base, keys);
+        load_tile(base, keys, unused);
         visit(static_cast<const uint32_t*>(keys), base, min(kTile, row.n - base));
         __syncthreads();
       }
