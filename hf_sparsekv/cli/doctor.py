@@ -4,7 +4,9 @@ import json
 import os
 import platform
 import shutil
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -14,12 +16,17 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_sparsekv import __version__
+from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.hf.compat import FIRST_UNTESTED_VERSION, MINIMUM_VERSION
 from hf_sparsekv.models_store import builtin_path, is_fetched
-from hf_sparsekv.ops.kernels import KERNELS, find_library
+from hf_sparsekv.ops import debug
+from hf_sparsekv.ops.kernels import KERNELS, LIBRARY_VARIABLE, OFF, find_library, load
 from hf_sparsekv.ops.library import SCHEMAS
+from hf_sparsekv.ops.prefill import BACKEND_VARIABLE, PREFILL, choose
+from hf_sparsekv.ops.prefill_table import BACKENDS, Backend, Problem, dtype_names
 
 _OPTIONAL = ("flash-attn", "flash_attn_3", "accelerate", "lm-eval", "triton")
+_NO_GPU = "no GPU that torch sees"
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -34,12 +41,14 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         for name, value in facts[title].items():
             table.add_row(name, str(value))
         console.print(table)
-    table = Table(title="ops", title_justify="left")
+    _print_attention(console, facts["attention"])
+    table = Table(title="other ops", title_justify="left")
     table.add_column("op")
     for device in facts["ops"]:
         table.add_column(device)
-    for op in SCHEMAS:
-        table.add_row(op, *[facts["ops"][device][op] for device in facts["ops"]])
+    table.add_column("compiled kernel")
+    for op, kernel in facts["kernels"].items():
+        table.add_row(op, *[facts["ops"][device][op] for device in facts["ops"]], kernel)
     console.print(table)
 
 
@@ -47,6 +56,8 @@ def machine_facts() -> dict[str, Any]:
     """JSON-able facts; see `doctor`."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     devices = ["cpu", *(["cuda"] if gpus else [])]
+    ops = [op for op in SCHEMAS if op not in PREFILL]
+    kernels = _find_kernels()
     return {
         "software": {
             "hf_sparsekv": __version__,
@@ -59,19 +70,126 @@ def machine_facts() -> dict[str, Any]:
             "cpu": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
             "gpu": ", ".join(gpus) or "none that torch sees",
             "nvcc": shutil.which("nvcc") or "not on the PATH",
-            "compiled kernels": str(find_library() or "none: the PyTorch definitions run (see kernels/README.md)"),
+            "compiled kernels": kernels.state,
+            LIBRARY_VARIABLE: os.environ.get(LIBRARY_VARIABLE) or "not set",
+            debug.DEBUG_VARIABLE: "on: every launch is checked first" if debug.IS_ON else "off",
         },
         "built-in model": {
             "folder": str(builtin_path()),
             "state": "fetched" if is_fetched() else "not fetched: run `hf-sparsekv fetch`",
         },
-        "ops": {device: {op: _implementation(op, device) for op in SCHEMAS} for device in devices},
+        "attention": {
+            BACKEND_VARIABLE: os.environ.get(BACKEND_VARIABLE) or "not set",
+            "backends": {backend.name: _backend_facts(backend) for backend in BACKENDS},
+            "chosen": {device: _chosen(device) for device in devices},
+        },
+        "ops": {device: {op: _implementation(op, device, kernels) for op in ops} for device in devices},
+        "kernels": {op: _kernel(op, kernels) for op in ops},
     }
 
 
-def _implementation(op: str, device: str) -> str:
-    has_kernel = device == "cuda" and op in KERNELS and find_library() is not None
-    return "CUDA kernel (bf16, fp16)" if has_kernel else "PyTorch definition"
+def _print_attention(console: Console, facts: dict[str, Any]) -> None:
+    table = Table(title="prefill attention: the first that can", title_justify="left")
+    columns = ("here", "status", "dtypes", "head dims", "packed", "past")
+    table.add_column("backend", no_wrap=True)
+    for column in columns:
+        table.add_column(column, min_width=13 if column == "here" else None)
+    for name, backend in facts["backends"].items():
+        table.add_row(name, *[backend[column] for column in columns])
+    console.print(table)
+    for device, cases in facts["chosen"].items():
+        for case, name in cases.items():
+            console.print(f"{device}, {case}: [bold]{name}[/bold]", highlight=False)
+    console.print(f"{BACKEND_VARIABLE}: {facts[BACKEND_VARIABLE]}", highlight=False)
+
+
+def _backend_facts(backend: Backend) -> dict[str, Any]:
+    """One row of the table of prefill backends, and whether it can be had here."""
+    dims = backend.head_dims
+    return {
+        "title": backend.title,
+        "here": _obstacle(backend) or "yes",
+        "status": backend.status,
+        "dtypes": "any" if backend.dtypes is None else dtype_names(backend.dtypes),
+        "head dims": "any" if dims is None else f"{dims[0]}-{dims[-1]} by {dims.step}",
+        "packed": "yes" if backend.is_varlen else "one by one",
+        "past": "yes" if backend.allows_past else "no",
+    }
+
+
+def _obstacle(backend: Backend) -> str | None:
+    """Why this machine cannot run the backend on the friendliest problem, or None."""
+    device = backend.device or "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        return backend.missing() or _NO_GPU
+    return backend.refusal(_problem(device, is_whole=True, has_mask=False))
+
+
+def _chosen(device: str) -> dict[str, str]:
+    """Who takes what a model asks for, in the dtype that models run in on this device."""
+    cases = {
+        "whole prompts": _problem(device, is_whole=True, has_mask=False),
+        "prompts after a past": _problem(device, is_whole=False, has_mask=False),
+        "with a mask": _problem(device, is_whole=False, has_mask=True),
+    }
+    chosen = {}
+    for case, problem in cases.items():
+        try:
+            chosen[case] = choose(problem).name
+        except ConfigError as error:  # what the environment asks for cannot be had: that is what a doctor is for
+            chosen[case] = str(error)
+    return chosen
+
+
+def _problem(device: str, *, is_whole: bool, has_mask: bool) -> Problem:
+    """A causal prompt with head dimension 128."""
+    is_gpu = device == "cuda"
+    return Problem(
+        device=device,
+        compute_capability=torch.cuda.get_device_capability()[0] if is_gpu else None,
+        dtype=torch.bfloat16 if is_gpu else torch.float32,
+        head_dim=128,
+        is_causal=True,
+        is_whole=is_whole,
+        has_mask=has_mask,
+        is_empty=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kernels:
+    """What the ops find when they look for their compiled kernels."""
+
+    path: Path | None
+    state: str
+    is_broken: bool = False
+
+
+def _find_kernels() -> _Kernels:
+    """Found and loaded as the ops do it, so that the two agree."""
+    try:
+        path = find_library()
+        load()
+    except ConfigError as error:  # every op with a kernel says the same: that is what a doctor is for
+        return _Kernels(path=None, state=str(error), is_broken=True)
+    if path is not None:
+        return _Kernels(path=path, state=str(path))
+    is_off = os.environ.get(LIBRARY_VARIABLE) == OFF
+    reason = f"switched off by {LIBRARY_VARIABLE}" if is_off else "none (see kernels/README.md)"
+    return _Kernels(path=None, state=f"{reason}: the PyTorch definitions run")
+
+
+def _implementation(op: str, device: str, kernels: _Kernels) -> str:
+    if device != "cuda" or op not in KERNELS:
+        return "PyTorch definition"
+    if kernels.is_broken:
+        return "error, see compiled kernels"
+    return "PyTorch definition" if kernels.path is None else "CUDA kernel (bf16, fp16)"
+
+
+def _kernel(op: str, kernels: _Kernels) -> str:
+    """Where the op's compiled kernel is."""
+    return str(kernels.path or "not found") if op in KERNELS else "none is written"
 
 
 def _installed(package: str) -> str:

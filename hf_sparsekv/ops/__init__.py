@@ -22,15 +22,20 @@ key_anchor: Callable[..., Tensor] = _namespace.key_anchor
 pool_scores: Callable[..., Tensor] = _namespace.pool_scores
 select: Callable[..., tuple[Tensor, Tensor, Tensor]] = _namespace.select
 compact: Callable[..., tuple[Tensor, Tensor]] = _namespace.compact
+compact_into: Callable[..., None] = _namespace.compact_into
 decode_attention: Callable[..., tuple[Tensor, Tensor, Tensor]] = _namespace.decode_attention
+attend_slots: Callable[..., Tensor] = _namespace.attend_slots
+write_packed: Callable[..., None] = _namespace.write_packed
 write_slots: Callable[..., None] = _namespace.write_slots
 find_victim: Callable[..., Tensor] = _namespace.find_victim
 decode_step: Callable[..., Tensor] = _namespace.decode_step
 
 __all__ = [
+    "attend_slots",
     "attention",
     "attention_varlen",
     "compact",
+    "compact_into",
     "decode_attention",
     "decode_step",
     "find_victim",
@@ -39,5 +44,6 @@ __all__ = [
     "select",
     "window_lse",
     "window_score",
+    "write_packed",
     "write_slots",
 ]

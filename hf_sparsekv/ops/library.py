@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv.ops import reference
+from hf_sparsekv.ops.debug import guarded
 from hf_sparsekv.ops.kernels import KERNELS
+from hf_sparsekv.ops.prefill import PREFILL
 
 NAMESPACE = "hf_sparsekv"
 
@@ -44,6 +46,14 @@ SCHEMAS = {
         "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor lengths, float scale, SymInt max_length,"
         " Tensor? block_table=None) -> (Tensor, Tensor, Tensor)"
     ),
+    "attend_slots": (
+        "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor lengths, float scale, SymInt max_length,"
+        " Tensor? block_table=None) -> Tensor"
+    ),
+    "compact_into": (
+        "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor k, Tensor v, Tensor index, Tensor block_table) -> ()"
+    ),
+    "write_packed": "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor k, Tensor v, Tensor slots) -> ()",
     "write_slots": (
         "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor k, Tensor v, Tensor slots, Tensor? block_table=None) -> ()"
     ),
@@ -122,10 +132,11 @@ def _fake_decode_attention(
     **__: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     probs = q.new_empty((q.shape[0], k_pool.shape[1], max_length), dtype=torch.float32)
-    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32), probs
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse, probs
 
 
-def _fake_write_slots(*_: Any, **__: Any) -> None:
+def _fake_in_place(*_: Any, **__: Any) -> None:
     return None
 
 
@@ -133,8 +144,8 @@ def _fake_find_victim(scores: Tensor, *_: Any) -> Tensor:
     return scores.new_empty(scores.shape[:2], dtype=torch.int64)
 
 
-def _fake_decode_step(q: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.empty_like(q)
+def _fake_output(q: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
@@ -147,18 +158,21 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "select": _fake_select,
     "compact": _fake_compact,
     "decode_attention": _fake_decode_attention,
-    "write_slots": _fake_write_slots,
+    "attend_slots": _fake_output,
+    "compact_into": _fake_in_place,
+    "write_packed": _fake_in_place,
+    "write_slots": _fake_in_place,
     "find_victim": _fake_find_victim,
-    "decode_step": _fake_decode_step,
+    "decode_step": _fake_output,
 }
 
 
 def _register_all() -> None:
     for name, schema in SCHEMAS.items():
         _library.define(name + schema)
-        definition = getattr(reference, name)
+        definition = PREFILL.get(name, getattr(reference, name))
         _library.impl(name, definition, "CPU")
-        _library.impl(name, KERNELS.get(name, definition), "CUDA")
+        _library.impl(name, guarded(name, KERNELS.get(name, definition)), "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{name}", _FAKES[name], lib=_library)
 
 

@@ -14,14 +14,23 @@ past `ceil(lengths[b] / S)` are never followed.
 """
 
 from hf_sparsekv.ops.reference.attention import attention, attention_varlen
-from hf_sparsekv.ops.reference.decode import decode_attention, decode_step, find_victim, write_slots
+from hf_sparsekv.ops.reference.decode import (
+    attend_slots,
+    decode_attention,
+    decode_step,
+    find_victim,
+    write_packed,
+    write_slots,
+)
 from hf_sparsekv.ops.reference.score import key_anchor, window_lse, window_score
-from hf_sparsekv.ops.reference.select import compact, pool_scores, select
+from hf_sparsekv.ops.reference.select import compact, compact_into, pool_scores, select
 
 __all__ = [
+    "attend_slots",
     "attention",
     "attention_varlen",
     "compact",
+    "compact_into",
     "decode_attention",
     "decode_step",
     "find_victim",
@@ -30,5 +39,6 @@ __all__ = [
     "select",
     "window_lse",
     "window_score",
+    "write_packed",
     "write_slots",
 ]

@@ -40,6 +40,33 @@ def decode_attention(
     return _combined(probs, values, q_BHD), lse.flatten(1), probs.mean(dim=2)
 
 
+def attend_slots(
+    q_BHD: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    max_length: int,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """`decode_attention` without what only scoring needs: the output [B, H, D], 0 for a request without slots."""
+    return decode_attention(q_BHD, k_pool, v_pool, lengths_B, scale, max_length, block_table)[0]
+
+
+def write_packed(k_pool: Tensor, v_pool: Tensor, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
+    """Store the keys and values of T tokens of any requests, in place.
+
+    Args:
+        k_pool, v_pool: [P, K, S, D].
+        k_TKD, v_TKD: the pool's dtype.
+        slots_T: int64 place in the pool, page * S + slot; -1 writes nothing.
+    """
+    tokens = (slots_T >= 0).nonzero().flatten()
+    pages, slots = slots_T[tokens] // k_pool.shape[2], slots_T[tokens] % k_pool.shape[2]
+    k_pool[pages, :, slots] = k_TKD[tokens]
+    v_pool[pages, :, slots] = v_TKD[tokens]
+
+
 def write_slots(
     k_pool: Tensor,
     v_pool: Tensor,
@@ -209,7 +236,7 @@ def _logits_and_values(
 
 def _combined(probs_BKGC: Tensor, values_BKCD: Tensor, q_BHD: Tensor) -> Tensor:
     """Output [B, H, D] in q's dtype."""
-    output = torch.bmm(probs_BKGC.flatten(0, 1), values_BKCD.reshape(-1, *values_BKCD.shape[2:]))
+    output = torch.bmm(probs_BKGC.flatten(0, 1), values_BKCD.flatten(0, 1))
     return output.view(q_BHD.shape).to(q_BHD.dtype)
 
 

@@ -73,7 +73,7 @@ def window_score(
     kv_heads = k_pool.shape[1]
     q = _grouped(q_BHAD, kv_heads, lengths_B)
     keys = dense_rows(k_pool, block_table, max_length)
-    lse = lse_BHA.view(batch, kv_heads, -1, num_rows)
+    lse = lse_BHA.view(batch, kv_heads, heads // kv_heads, num_rows)
     per_head = torch.zeros(*q.shape[:3], max_length, dtype=torch.float32, device=q.device)
     for rows, columns in _tiles(batch * heads, num_rows, max_length):
         logits = _masked_logits(q[..., rows, :], keys, lengths_B, scale, rows, columns, num_rows)
@@ -85,7 +85,7 @@ def window_score(
         else:
             torch.maximum(target, probs.amax(dim=-2), out=target)
     if row_reduction == "mean":
-        per_head /= lengths_B.clamp(1, num_rows)[:, None, None, None]
+        per_head /= lengths_B.clamp(1, max(1, num_rows))[:, None, None, None]
     score = per_head.mean(dim=2) if group_reduction == "mean" else per_head.amax(dim=2)
     if value_norm_BKN is not None:
         # Norms past the length may be anything: multiply only what exists.
@@ -128,10 +128,10 @@ def _negative_cosine(keys_BKND: Tensor, anchor_BKD: Tensor, lengths_B: Tensor) -
 
 def _grouped(q_BHAD: Tensor, kv_heads: int, lengths_B: Tensor) -> Tensor:
     """Queries as fp32 [B, K, G, A, D], rows that do not exist set to 0 so that their NaN cannot spread."""
-    batch, _, num_rows, dim = q_BHAD.shape
+    batch, heads, num_rows, dim = q_BHAD.shape
     exists = _existing_rows(lengths_B, num_rows)
     q = q_BHAD.float().masked_fill(~exists[:, None, :, None], 0.0)
-    return q.reshape(batch, kv_heads, -1, num_rows, dim)
+    return q.reshape(batch, kv_heads, heads // kv_heads, num_rows, dim)
 
 
 def _existing_rows(lengths_B: Tensor, num_rows: int) -> Tensor:
@@ -141,7 +141,7 @@ def _existing_rows(lengths_B: Tensor, num_rows: int) -> Tensor:
 
 def _tiles(num_heads: int, num_rows: int, num_keys: int) -> list[tuple[slice, slice]]:
     """(rows, columns) pieces whose fp32 logits stay under the stated bound of temporaries."""
-    row_step = min(num_rows, 256)
+    row_step = max(1, min(num_rows, 256))
     column_step = chunk_length(num_heads * row_step * 4)
     return [
         (slice(row, min(row + row_step, num_rows)), slice(column, min(column + column_step, num_keys)))

@@ -47,7 +47,7 @@ def cases() -> dict[str, list[tuple[str, Callable[[], tuple[Any, ...]], dict[str
     window = {"row_reduction": "max", "group_reduction": "max", "block_table": table()}
     factors = {"value_norm": torch.rand(2, 2, 6), "anchor": torch.randn(2, 2, 4)}
     second = {"secondary": torch.rand(2, 2, 6), "secondary_pooling": "avg", "secondary_width": 3, "share": 0.5}
-    index, new, slots = torch.tensor([[[0, 2], [1, -1]]] * 2), torch.randn(2, 2, 4), torch.tensor([[0, 2], [-1, 1]])
+    index = torch.tensor([[[0, 2], [1, -1]]] * 2)
     positions = torch.arange(6, dtype=torch.int32).expand(2, 2, 6)
     return {
         "attention": [
@@ -87,10 +87,6 @@ def cases() -> dict[str, list[tuple[str, Callable[[], tuple[Any, ...]], dict[str
             ("rows", lambda: (q[:, :, 0], rows(), rows(), lengths, SCALE, 6), {}),
             ("pages", lambda: (q[:, :, 0], pages(), pages(), lengths, SCALE, 6), {"block_table": table()}),
         ],
-        "write_slots": [
-            ("rows", lambda: (rows(), rows(), new, new, slots), {}),
-            ("pages", lambda: (pages(), pages(), new, new, slots), {"block_table": table()}),
-        ],
         "find_victim": [("", lambda: (scores, positions, lengths, int32(6, 6), int32(6, 3), 1, 1), {})],
         "decode_step": [
             ("rows", lambda: step_arguments(rows), {}),
@@ -100,15 +96,33 @@ def cases() -> dict[str, list[tuple[str, Callable[[], tuple[Any, ...]], dict[str
     }
 
 
+def paged_cases() -> dict[str, list[tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any]]]]:
+    """Those of ops that write to a pool or only read one."""
+    q, lengths, packed = torch.randn(2, 4, 4), int32(6, 3), (torch.randn(9, 2, 4), torch.randn(9, 2, 4))
+    index, new, slots = torch.tensor([[[0, 2], [1, -1]]] * 2), torch.randn(2, 2, 4), torch.tensor([[0, 2], [-1, 1]])
+    return {
+        "attend_slots": [
+            ("rows", lambda: (q, rows(), rows(), lengths, SCALE, 6), {}),
+            ("pages", lambda: (q, pages(), pages(), lengths, SCALE, 6), {"block_table": table()}),
+        ],
+        "compact_into": [("", lambda: (pages(), pages(), rows(), rows(), index, int32(1, 2)[:, None]), {})],
+        "write_packed": [("", lambda: (pages(), pages(), *packed, torch.arange(9) - 1), {})],
+        "write_slots": [
+            ("rows", lambda: (rows(), rows(), new, new, slots), {}),
+            ("pages", lambda: (pages(), pages(), new, new, slots), {"block_table": table()}),
+        ],
+    }
+
+
 CASES = [
     pytest.param(name, arguments, keywords, id=f"{name}-{case}" if case else name)
-    for name, samples in cases().items()
+    for name, samples in (cases() | paged_cases()).items()
     for case, arguments, keywords in samples
 ]
 
 
 def test_every_op_has_a_schema_a_definition_a_door_and_a_case_here():
-    assert set(library.SCHEMAS) == set(reference.__all__) == set(ops.__all__) == set(cases())
+    assert set(library.SCHEMAS) == set(reference.__all__) == set(ops.__all__) == set(cases() | paged_cases())
 
 
 @pytest.mark.parametrize(("name", "arguments", "keywords"), CASES)
