@@ -26,3 +26,15 @@ class InputError(SparseKVError, ValueError):
 
 class ScoreError(SparseKVError, ArithmeticError):
     """A scorer returned something that cannot rank tokens: NaN, infinity, a wrong shape."""
+
+
+class RequestError(SparseKVError, ValueError):
+    """A request that the engine cannot serve, or that is not in the state the call needs."""
+
+
+class PoolError(SparseKVError, RuntimeError):
+    """Blocks were asked for that are not free, or given back that were not taken."""
+
+
+class EngineError(SparseKVError, RuntimeError):
+    """The engine itself has failed or was closed: nothing that it was running can go on."""

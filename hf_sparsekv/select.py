@@ -11,7 +11,10 @@ from torch import Tensor
 from hf_sparsekv import ops
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ScoreError
+from hf_sparsekv.ops.reference.select import MAX_POOL_WIDTH
 from hf_sparsekv.scorers import TwoLists
+from hf_sparsekv.scorers.base import POOLINGS
+from hf_sparsekv.scorers.checks import MAX_SCORE, is_pool_width
 
 NEVER_EVICTED = float("inf")
 
@@ -32,17 +35,48 @@ def check_scores(scores: Tensor | TwoLists, shape: tuple[int, int, int], layer_i
     """Refuse scores that cannot rank tokens, naming the layer and the scorer.
 
     Raises:
-        ScoreError: not fp32 [B, K, N], NaN or infinite.
+        ScoreError: not fp32 [B, K, N], NaN, infinite or above `MAX_SCORE`, or two lists that do not fit together.
     """
-    lists = (scores.primary, scores.secondary) if isinstance(scores, TwoLists) else (scores,)
-    for tensor in lists:
-        where = f"scorer {scorer!r}, layer {layer_idx}"
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
-            got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ScoreError(f"{where}: expected float32 scores {list(shape)} (batch, KV heads, keys), got {got}")
-        if not bool(tensor.isfinite().all()):
+    for tensor in check_score_shapes(scores, shape, layer_idx, scorer):
+        if not bool((tensor.abs() <= MAX_SCORE).all()):  # NaN is not
+            where = f"scorer {scorer!r}, layer {layer_idx}"
+            if bool(tensor.isfinite().all()):
+                largest = float(tensor.abs().max())
+                raise ScoreError(
+                    f"{where}: scores go up to {largest:g}, which sums of them could not hold: scale them "
+                    f"to at most {MAX_SCORE:g}"
+                )
             kind = "NaN" if bool(tensor.isnan().any()) else "infinity"
             raise ScoreError(f"{where}: scores contain {kind}; every key needs a finite score")
+
+
+def check_score_shapes(
+    scores: Tensor | TwoLists, shape: tuple[int, int, int], layer_idx: int, scorer: str
+) -> tuple[Tensor, ...]:
+    """The part of `check_scores` that reads nothing from the device; returns the one or two lists.
+
+    Raises:
+        ScoreError: not fp32 [B, K, N], or two lists with a share or pooling that do not exist.
+    """
+    if isinstance(scores, TwoLists):
+        _check_two_lists(scores, f"scorer {scorer!r}, layer {layer_idx}")
+    lists = (scores.primary, scores.secondary) if isinstance(scores, TwoLists) else (scores,)
+    for tensor in lists:
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
+            where = f"scorer {scorer!r}, layer {layer_idx}"
+            got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ScoreError(f"{where}: expected float32 scores {list(shape)} (batch, KV heads, keys), got {got}")
+    return lists
+
+
+def _check_two_lists(scores: TwoLists, where: str) -> None:
+    share, kind, width = scores.share, scores.secondary_pooling, scores.secondary_width
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:  # NaN is not
+        raise ScoreError(f"{where}: the share of the first list must be a number in [0, 1], got {share!r}")
+    if kind not in POOLINGS:
+        raise ScoreError(f"{where}: secondary_pooling must be one of {', '.join(POOLINGS)}, got {kind!r}")
+    if not is_pool_width(width):
+        raise ScoreError(f"{where}: secondary_width must be an odd int from 1 to {MAX_POOL_WIDTH}, got {width!r}")
 
 
 def select_kept(

@@ -12,6 +12,7 @@ from hf_sparsekv import ops
 from hf_sparsekv.attention.prompt import column_scores, finish_prompt, make_room
 from hf_sparsekv.cache.layer import FullLayer, WindowLayer
 from hf_sparsekv.cache.padding import Padding
+from hf_sparsekv.errors import CacheError
 
 
 class DenseAttention(Protocol):
@@ -42,10 +43,17 @@ def begin_forward(
         layers: all layers of the cache.
         padding: their common history.
         batch_size, num_new: B and T of this pass.
-        mask: bool [B, >= T], its last T columns say which new columns are tokens; None = all.
+        mask: bool [B, N], which of all columns, the T new ones included, are tokens; None = all.
         scale: factor on the logits, for scoring.
         is_decode: the new column is a generated token of every request.
+    Raises:
+        CacheError: an earlier pass did not reach every layer, the batch has another size, or a decode step has padding.
+        InputError: the mask contradicts the columns seen before.
     """
+    for layer in layers:
+        if layer.num_seen != padding.num_columns:
+            raise _interrupted(layer, padding.num_columns)
+    padding.check_mask(batch_size, mask, is_decode)
     if is_decode:
         for layer in layers:
             if isinstance(layer, WindowLayer):
@@ -76,23 +84,41 @@ def attend(
         is_prompt_end: a prompt or turn is known to end with these tokens: select now and free the rest.
     Returns:
         [B, T, H, D].
+    Raises:
+        CacheError: an earlier pass did not reach this layer.
     """
-    layer.num_seen += query.shape[2]
+    num_new = query.shape[2]
+    if layer.num_seen + num_new != layer.padding.num_columns:
+        raise _interrupted(layer, layer.padding.num_columns - num_new)
     if not isinstance(layer, WindowLayer):
         layer.columns.append(key, value)
-        return dense(query, layer.columns.keys, layer.columns.values)
-    if is_decode:
-        return _decode(layer, query, key, value, scale, dense)
+        output = dense(query, layer.columns.keys, layer.columns.values)
+    elif is_decode:
+        output = _decode(layer, query, key, value, scale, dense)
+    else:
+        output = _prefill(layer, query, key, value, scale, dense)
+    layer.num_seen += num_new  # last: a layer that was interrupted has not seen the tokens
+    if is_prompt_end and isinstance(layer, WindowLayer):
+        finish_prompt(layer, scale)
+    return output
+
+
+def _interrupted(layer: FullLayer, expected: int) -> CacheError:
+    return CacheError(
+        f"an earlier forward pass was interrupted: layer {layer.spec.layer_idx} has seen {layer.num_seen} tokens, the "
+        f"cache {expected}; what it holds cannot be used any more: call reset(), or take a new cache"
+    )
+
+
+def _prefill(
+    layer: WindowLayer, query: Tensor, key: Tensor, value: Tensor, scale: float, dense: DenseAttention
+) -> Tensor:
     layer.columns.append(key, value)
     layer.tail.append(query, layer.padding.new_tokens(query.shape[2]))
     layer.is_prompt_open = True
-    if layer.slots is None:
-        output = dense(query, layer.columns.keys, layer.columns.values)
-    else:
-        output = _attend_stored_and_new(layer, query, scale)
-    if is_prompt_end:
-        finish_prompt(layer, scale)
-    return output
+    if layer.slots is not None:
+        return _attend_stored_and_new(layer, query, scale)
+    return dense(query, layer.columns.keys, layer.columns.values)
 
 
 def _decode(

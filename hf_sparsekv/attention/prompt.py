@@ -29,7 +29,7 @@ class _Candidates:
     positions: Tensor
     """int64 [B, K, N]."""
     carried: Tensor | None
-    """fp32 [B, K, N], scores from before, None at a first prompt."""
+    """fp32 [B, K, N], scores from before, 0 for new tokens; None at a first prompt, and where they are ages."""
     num_seen: int
 
 
@@ -52,14 +52,17 @@ def finish_prompt(layer: WindowLayer, scale: float) -> None:
     budgets = [layer.spec.kept_tokens(seen) for seen in tokens]
     fits = layer.slots is None and all(seen <= budget for seen, budget in zip(tokens, budgets, strict=True))
     records = [_record(layer, row, budget) for row, budget in enumerate(budgets)]
-    parts = []
+    parts, remembered = [], []
     for rows in _uniform_rows(layer):
         candidates = _gather(layer, rows)
         scores = _score(layer, candidates, scale)
         if fits:
-            _remember(layer, rows, scores, candidates)
+            remembered.append((rows, _all_scores(layer, scores, candidates)))
         else:
             parts.append(_keep(layer, candidates, scores, budgets[rows], max(budgets)))
+    # Nothing changes before every request is scored: a scorer that fails leaves the prompt open and whole.
+    for rows, decode_scores in remembered:
+        column_scores(layer)[rows][:, :, layer.padding.columns_of(rows.start, 0)] = decode_scores
     if parts:
         _move_to_slots(layer, parts)
     layer.prompts, layer.num_decoded = records, 0
@@ -140,13 +143,12 @@ def _gather(layer: WindowLayer, rows: slice) -> _Candidates:
     shape = (*keys.shape[:2], keys.shape[2])
     positions = torch.arange(seen - keys.shape[2], seen, device=keys.device).expand(shape)
     if slots is None:
-        return _Candidates(keys, values, queries, positions, None, seen)
+        return _Candidates(keys, values, queries, positions, _carried_columns(layer, rows, columns), seen)
     stored = layer.num_in_slots(row)
     order = slots.positions[rows, :, :stored].argsort(dim=-1)
     spread = order[..., None].expand(*order.shape, keys.shape[3])
     old_positions = slots.positions[rows, :, :stored].gather(-1, order).long()
-    is_ring = layer.config.decode_mode == "ring"  # slots then hold ages, which no scorer could go on with
-    carried = None if is_ring else slots.scores[rows, :, :stored].gather(-1, order)
+    carried = None if _holds_ages(layer) else slots.scores[rows, :, :stored].gather(-1, order)
     return _Candidates(
         torch.cat([slots.keys[rows, :, :stored].gather(2, spread), keys], dim=2),
         torch.cat([slots.values[rows, :, :stored].gather(2, spread), values], dim=2),
@@ -155,6 +157,18 @@ def _gather(layer: WindowLayer, rows: slice) -> _Candidates:
         None if carried is None else torch.cat([carried, carried.new_zeros(shape)], dim=2),
         seen,
     )
+
+
+def _carried_columns(layer: WindowLayer, rows: slice, columns: Tensor | slice) -> Tensor | None:
+    """fp32 [B, K, N]: what earlier turns that fitted the budget have left in the column scores, if there was one."""
+    if layer.column_scores is None or _holds_ages(layer):
+        return None
+    return column_scores(layer)[rows][:, :, columns].clone()  # the scores will be written over
+
+
+def _holds_ages(layer: WindowLayer) -> bool:
+    """Whether the layer's scores are ages, which no scorer could go on with."""
+    return layer.config.decode_mode == "ring"
 
 
 def _score(layer: WindowLayer, candidates: _Candidates, scale: float) -> Tensor | TwoLists:
@@ -215,13 +229,11 @@ def _new_store(
     return SlotStore(*keys_values, positions, scores.contiguous(), counts, budget_tensor, victims, next_positions)
 
 
-def _remember(layer: WindowLayer, rows: slice, scores: Tensor | TwoLists, candidates: _Candidates) -> None:
-    """Keep the scores of a prompt that fits, by column, for when decoding has to replace."""
+def _all_scores(layer: WindowLayer, scores: Tensor | TwoLists, candidates: _Candidates) -> Tensor:
+    """fp32 [B, K, N]: of a prompt that fits, what decoding goes on with when it has to replace."""
     batch, _, num_keys, _ = candidates.keys.shape
     everything = torch.full((batch,), num_keys, dtype=torch.int32, device=candidates.keys.device)
-    kept = select_kept(scores, everything, num_keys, candidates.positions, layer.config)
-    buffer = column_scores(layer)
-    buffer[rows][:, :, layer.padding.columns_of(rows.start, 0)] = kept.scores
+    return select_kept(scores, everything, num_keys, candidates.positions, layer.config).scores
 
 
 def column_scores(layer: WindowLayer) -> Tensor:

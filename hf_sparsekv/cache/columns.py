@@ -2,13 +2,14 @@
 
 from torch import Tensor
 
-from hf_sparsekv.plan import FULL_LAYER_BLOCK
+from hf_sparsekv.plan import column_capacity
 
 
 class ColumnStore:
     """Keys and values [B, K, columns, D]; column j of every request arrived at the same time.
 
-    The buffers grow by `FULL_LAYER_BLOCK` columns, so that decoding copies the history once a block, not once a token.
+    The buffers grow by blocks (see `column_capacity`), so that decoding copies the history once a block, not once a
+    token.
     """
 
     def __init__(self) -> None:
@@ -63,8 +64,7 @@ class ColumnStore:
             self._values = self._values.index_select(0, rows.to(self._values.device))
 
     def _grown(self, old: Tensor | None, new: Tensor, columns: int) -> Tensor:
-        capacity = -(-columns // FULL_LAYER_BLOCK) * FULL_LAYER_BLOCK
-        buffer = new.new_empty(new.shape[0], new.shape[1], capacity, new.shape[3])
+        buffer = new.new_empty(new.shape[0], new.shape[1], column_capacity(columns), new.shape[3])
         if old is not None:
             buffer[:, :, : self.num_columns] = old[:, :, : self.num_columns]
         return buffer

@@ -9,6 +9,7 @@ from hf_sparsekv.cache.padding import Padding
 from hf_sparsekv.cache.slots import SlotStore
 from hf_sparsekv.cache.tail import QueryTail
 from hf_sparsekv.config import SparseKVConfig
+from hf_sparsekv.errors import CacheError
 from hf_sparsekv.plan import LayerSpec
 
 
@@ -27,6 +28,24 @@ class FullLayer:
     def nbytes(self) -> int:
         """Bytes of all tensors that this layer holds."""
         return self.columns.nbytes
+
+    @property
+    def stored_keys(self) -> Tensor | None:
+        """Some keys that this layer holds, for their dtype and device; None while it holds none."""
+        return self.columns.keys if self.columns.num_columns else None
+
+    def check_kind(self, key: Tensor) -> None:
+        """Refuse keys that cannot stand beside the stored ones.
+
+        Raises:
+            CacheError: another dtype or device.
+        """
+        stored = self.stored_keys
+        if stored is not None and (stored.dtype != key.dtype or stored.device != key.device):
+            raise CacheError(
+                f"the cache holds {stored.dtype} keys on {stored.device}, the model now makes {key.dtype} keys on "
+                f"{key.device}: cast or move the model before its first token, and use a new cache"
+            )
 
     def select_rows(self, rows: Tensor) -> None:
         """Make request i what request rows[i] was; rows may repeat."""
@@ -84,6 +103,11 @@ class WindowLayer(FullLayer):
         """Bytes of all tensors that this layer holds."""
         scores = 0 if self.column_scores is None else self.column_scores.nbytes
         return self.columns.nbytes + scores + self.tail.nbytes + (0 if self.slots is None else self.slots.nbytes)
+
+    @property
+    def stored_keys(self) -> Tensor | None:
+        """Some keys that this layer holds, for their dtype and device; None while it holds none."""
+        return super().stored_keys if self.slots is None else self.slots.keys
 
     def select_rows(self, rows: Tensor) -> None:
         """Make request i what request rows[i] was; rows may repeat."""

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from hf_sparsekv.errors import CacheError
+from hf_sparsekv.cache.late_check import LateCheck
+from hf_sparsekv.errors import CacheError, InputError
 
 
 class Padding:
@@ -19,6 +20,45 @@ class Padding:
         """Tokens seen, per request."""
         self.is_token: Tensor | None = None
         """bool [B, num_columns], or None while no column was padding."""
+        self._late_check = LateCheck()
+        """Of the masks of decode steps on a GPU."""
+
+    def check_mask(self, batch_size: int, mask: Tensor | None, is_decode: bool) -> None:
+        """Refuse a forward pass that contradicts the history, before anything is changed.
+
+        What has been stored cannot become padding later, nor the other way round. Of decode steps on a GPU the answer
+        is not waited for: their error comes with a later step.
+
+        Args:
+            batch_size: B.
+            mask: bool [B, N], which of all columns, the new ones included, are tokens; None = all.
+            is_decode: the new column is a token of every request.
+        Raises:
+            CacheError: another batch size, or a decode step with padding.
+            InputError: the mask is not that of the columns seen before.
+        """
+        if self.tokens:
+            self._check_batch(batch_size)
+        if self._late_check.has_failed() if is_decode else self._late_check.will_fail():
+            raise CacheError(
+                "an earlier decode step came with an attention mask that contradicts what the cache holds, or with "
+                "padding for some request: call reset(), or take a new cache"
+            )
+        if mask is None:
+            if self.is_token is not None:
+                raise InputError(
+                    f"no attention mask, but some of the {self.num_columns} columns seen before were padding: pass the "
+                    "mask of the whole conversation"
+                )
+            return
+        seen = self.num_columns
+        is_right = mask if is_decode else mask[:, :seen]
+        if self.is_token is not None:
+            is_right = is_right == torch.nn.functional.pad(self.is_token, (0, is_right.shape[1] - seen), value=True)
+        if is_decode and mask.is_cuda:
+            self._late_check.note(is_right.all())
+        elif not is_right.all():
+            raise _contradiction(is_right, seen)
 
     def extend(self, batch_size: int, num_new: int, mask: Tensor | None) -> None:
         """Take note of `num_new` columns.
@@ -30,10 +70,7 @@ class Padding:
         """
         if not self.tokens:
             self.tokens = [0] * batch_size
-        if batch_size != len(self.tokens):
-            raise CacheError(
-                f"the cache holds {len(self.tokens)} requests, got a batch of {batch_size}: use a new cache"
-            )
+        self._check_batch(batch_size)
         new = None if mask is None else mask[:, -num_new:]
         counts = [num_new] * batch_size if new is None else new.sum(dim=-1).tolist()
         if self.is_token is not None or min(counts) < num_new:
@@ -66,8 +103,28 @@ class Padding:
         else:
             self.tokens = self.tokens[:1] * len(rows)
 
+    def _check_batch(self, batch_size: int) -> None:
+        if batch_size != len(self.tokens):
+            raise CacheError(
+                f"the cache holds {len(self.tokens)} requests, got a batch of {batch_size}: use a new cache"
+            )
+
     @staticmethod
     def _columns(batch_size: int, count: int, is_token: Tensor | None, device: torch.device) -> Tensor:
         if is_token is not None:
             return is_token
         return torch.ones(batch_size, count, dtype=torch.bool, device=device)
+
+
+def _contradiction(is_right: Tensor, seen: int) -> CacheError | InputError:
+    """The error for a mask with entries that cannot be: among the `seen` columns, or else in a decode step's."""
+    row, column = (~is_right).nonzero()[0].tolist()
+    if column < seen:
+        return InputError(
+            f"the attention mask contradicts the cache at column {column} of request {row}: what was stored as a token "
+            "or as padding stays that; pass the mask of the whole conversation, 1 for generated tokens"
+        )
+    return CacheError(
+        f"request {row} has padding in a decode step, where every request of a batch gets one token: feed the requests "
+        "that go on in a batch of their own (batch_select_indices)"
+    )

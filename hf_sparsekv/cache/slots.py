@@ -52,8 +52,12 @@ class SlotStore:
         if extra <= 0:
             return
         pad = torch.nn.functional.pad
-        self.keys, self.values = pad(self.keys, (0, 0, 0, extra)), pad(self.values, (0, 0, 0, extra))
-        self.positions, self.scores = pad(self.positions, (0, extra), value=-1), pad(self.scores, (0, extra))
+        self.keys, self.values, self.positions, self.scores = (  # all or, when memory is short, none of them
+            pad(self.keys, (0, 0, 0, extra)),
+            pad(self.values, (0, 0, 0, extra)),
+            pad(self.positions, (0, extra), value=-1),
+            pad(self.scores, (0, extra)),
+        )
 
     @staticmethod
     def join_rows(parts: list["SlotStore"]) -> "SlotStore":

@@ -1,6 +1,6 @@
 """The function registered as attention implementation "sparsekv", with transformers' signature."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from hf_sparsekv.attention.forward import attend
-from hf_sparsekv.errors import InputError, ModelError
+from hf_sparsekv.errors import CacheError, InputError, ModelError
 from hf_sparsekv.hf.masks import dense_mask
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def sparsekv_attention(
     Raises:
         ModelError: the model asks for a feature that a sparse cache does not support.
         InputError: packed sequences or a custom 4D mask together with a sparse cache.
+        CacheError: the cache cannot take these tokens; in a backward pass, always.
     """
     layer: CacheLayer | None = kwargs.pop(LAYER_KEYWORD, None) or getattr(key, LAYER_ATTRIBUTE, None)
     if layer is None:
@@ -68,13 +69,47 @@ def sparsekv_attention(
             f"a sparse cache takes a 2D padding mask [batch, tokens], got {list(attention_mask.shape)} "
             "(packed sequences and custom 4D masks need the dense cache)"
         )
+    _check_call(module, layer, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    step = layer.begin(query, attention_mask, scale)
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        with torch.no_grad():
+            output = _attend(module, layer, query, key, value, attention_mask, scale)
+        return _NoGradient.apply(output, query, key, value), None
+    return _attend(module, layer, query, key, value, attention_mask, scale), None
+
+
+class _NoGradient(torch.autograd.Function):
+    """Output of attention whose past is storage: what it depends on is overwritten, so it has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
+        """The output as it is; the inputs only make it part of the graph."""
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+        """Refuse: a gradient without the stored tokens' part would be wrong."""
+        raise CacheError(
+            "a sparse cache has no gradients: run the model under torch.no_grad(), or train without a cache "
+            "(use_cache=False)"
+        )
+
+
+def _attend(
+    module: nn.Module,
+    layer: "CacheLayer",
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scale: float,
+) -> Tensor:
+    step = layer.begin(query, attention_mask, scale, getattr(module, "config", None))
 
     def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return _dense_attention(module, query, key, value, attention_mask, scale, step.backend)
 
-    output = attend(
+    return attend(
         layer.state,
         query,
         key,
@@ -84,7 +119,19 @@ def sparsekv_attention(
         is_decode=step.is_decode,
         is_prompt_end=step.is_prompt_end,
     )
-    return output, None
+
+
+def _check_call(module: nn.Module, layer: "CacheLayer", key: Tensor) -> None:
+    """Refuse keys that are not handed over once a layer and as the cache is to hold them."""
+    name, num_kv_heads = type(module).__name__, layer.cache.shape.num_kv_heads
+    if not layer.is_awaiting_attention:
+        raise ModelError(f"{name} attends more than once to one layer's keys, which a sparse cache does not support")
+    if key.shape[1] != num_kv_heads:
+        raise ModelError(
+            f"{name} attends with {key.shape[1]} key heads, but its configuration has {num_kv_heads}: it repeats keys "
+            "before the attention function, which a sparse cache does not support"
+        )
+    layer.state.check_kind(key)
 
 
 def _dense_attention(

@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_sparsekv.errors import ModelError
@@ -10,6 +10,8 @@ from hf_sparsekv.plan import ModelShape
 
 _STATIC_ROPE_TYPES = ("linear", "llama3", "yarn")
 """RoPE variants whose frequencies do not depend on the length."""
+_MODALITIES = ("vision", "image", "video", "audio", "speech", "vq_", "protein")
+"""What the names of sub-configurations contain where a model reads more than text."""
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -25,8 +27,8 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
     Raises:
         ModelError: the configuration lacks one of them, or has a feature that a sparse cache does not support.
     """
+    check_supported(config)
     text = text_config(config)
-    check_supported(text)
     numbers = {}
     for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
         value = getattr(text, name, None)
@@ -44,16 +46,17 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
     )
 
 
-def check_supported(text: PreTrainedConfig) -> None:
-    """Refuse attention features that would give wrong text, by name.
+def check_supported(config: PreTrainedConfig) -> None:
+    """Refuse features that would give wrong text, or that nobody tried, by name.
 
     Raises:
-        ModelError: sliding window, softcap, MLA, cross attention, or layers without softmax attention.
+        ModelError: several modalities, mrope, a sliding window, softcap, MLA, cross attention, or layers of a kind
+            other than full softmax attention.
     """
-    found = [name for name, is_there in _unsupported_features(text).items() if is_there]
+    found = [name for name, is_there in _unsupported_features(config).items() if is_there]
     if found:
         raise ModelError(
-            f"model type {text.model_type!r} uses {', '.join(found)}, which a sparse cache does not support: "
+            f"model type {config.model_type!r} uses {', '.join(found)}, which a sparse cache does not support: "
             "use it with its own dense cache"
         )
 
@@ -75,14 +78,25 @@ def rope_inv_freq(config: PreTrainedConfig, head_dim: int) -> Tensor | None:
     return None
 
 
-def _unsupported_features(text: PreTrainedConfig) -> dict[str, bool]:
+def generation_stop_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The end-of-sequence tokens that a model's generation configuration names."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def _unsupported_features(config: PreTrainedConfig) -> dict[str, bool]:
+    text = text_config(config)
     layer_types = getattr(text, "layer_types", None) or []
     has_window = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
-    kinds = set(layer_types) - {"full_attention"}
+    windows = {kind for kind in layer_types if "sliding" in kind or "chunked" in kind}
+    others = sorted(set(layer_types) - windows - {"full_attention"})
     return {
-        "a sliding window": any("sliding" in kind or "chunked" in kind for kind in kinds)
-        or (not layer_types and has_window),
-        "linear or recurrent attention layers": any("linear" in kind or "mamba" in kind for kind in kinds),
+        "several modalities": any(word in name for name in config.sub_configs for word in _MODALITIES),
+        "rotary positions of several axes (mrope)": "mrope_section" in (getattr(text, "rope_parameters", None) or {}),
+        "a sliding window": bool(windows) or (not layer_types and has_window),
+        f"layers of other kinds ({', '.join(others)})": bool(others),
         "logit softcapping": getattr(text, "attn_logit_softcapping", None) is not None,
         "multi-head latent attention (MLA)": getattr(text, "kv_lora_rank", None) is not None,
         "cross attention": bool(getattr(text, "is_encoder_decoder", False))

@@ -24,11 +24,15 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undo `register`; models that still name "sparsekv" as their attention stop working."""
+    """Undo `register`.
+
+    Models that still name "sparsekv" as their attention stop working, until `register` or
+    `model.set_attn_implementation("sdpa")`.
+    """
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(ATTENTION_NAME, None)
 
 
 def is_registered() -> bool:
-    """Whether "sparsekv" names our attention function."""
-    return AttentionInterface._global_mapping.get(ATTENTION_NAME) is sparsekv_attention
+    """Whether "sparsekv" names an attention function: ours, or one that stands for it."""
+    return ATTENTION_NAME in AttentionInterface._global_mapping

@@ -31,7 +31,8 @@ def build_report(cache: "SparseKVCache", *, positions: bool) -> dict[str, Any]:
         "is_prompt_open": any(s.is_prompt_open for s in cache._window_layers()),
         "is_query_aware": cache.config.scorer_object.is_query_aware,
         "layers": layers,
-        "config": cache.config.effective(),
+        "config": cache.config.to_dict(must_be_registered=False),
+        "in_force": cache.config.effective(),
         "backend": cache.backend,
         "versions": {
             "hf_sparsekv": __version__,
@@ -61,6 +62,7 @@ def _layer_report(state: FullLayer, rows: range, *, positions: bool) -> dict[str
         "layer": state.spec.layer_idx,
         "kind": "window" if is_window else "full",
         "budget": state.spec.budget,
+        "budget_tokens": [record.budget for record in state.prompts] if isinstance(state, WindowLayer) else [],
         "stored": stored,
         "evicted_at_prompt": sum(at_prompt),
         "evicted_while_decoding": sum(gone) - sum(at_prompt),

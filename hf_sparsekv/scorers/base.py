@@ -16,7 +16,10 @@ from torch import Tensor
 from hf_sparsekv import ops
 
 Queries = Literal["none", "last", "all"]
-
+QUERIES = ("none", "last", "all")
+POOLINGS = ("avg", "max", "forward", "none")
+REDUCTIONS = ("mean", "max")
+DECODE_MODES = ("replace_lowest", "ring", "grow")
 
 TEMPORARY_BYTES = 16 * 2**20
 """What one fp32 temporary of a scorer may take."""

@@ -4,10 +4,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
+from inspect import isabstract
 from typing import Any, TypeVar
 
 from hf_sparsekv.errors import ConfigError
-from hf_sparsekv.scorers.base import Scorer
+from hf_sparsekv.ops.reference.select import MAX_POOL_WIDTH
+from hf_sparsekv.scorers.base import DECODE_MODES, POOLINGS, QUERIES, REDUCTIONS, Pooling, Scorer
+from hf_sparsekv.scorers.checks import check_flag, check_fraction, check_gain, is_pool_width
 from hf_sparsekv.scorers.expected_attention import ExpectedAttention
 from hf_sparsekv.scorers.h2o import H2O
 from hf_sparsekv.scorers.hybrid import Hybrid
@@ -18,6 +21,14 @@ from hf_sparsekv.scorers.rkv import RKV
 from hf_sparsekv.scorers.snapkv import SnapKV
 from hf_sparsekv.scorers.streaming_llm import StreamingLLM
 from hf_sparsekv.scorers.tova import TOVA
+
+_FLAGS = (
+    "is_query_aware",
+    "is_probability",
+    "uses_row_reduction",
+    "uses_group_reduction",
+    "ring_freezes_selection",
+)
 
 ScorerClass = TypeVar("ScorerClass", bound=type[Scorer])
 
@@ -42,13 +53,12 @@ def register_scorer(cls: ScorerClass) -> ScorerClass:
     """Make a scorer known by its `name`, so that configurations that use it can be written to JSON. A decorator.
 
     Raises:
-        ConfigError: not a scorer class, no name, or a name that is taken.
+        ConfigError: not a scorer class, an attribute that is missing or means nothing, or a name that is taken.
     """
     if not (isinstance(cls, type) and issubclass(cls, Scorer)):
         raise ConfigError(f"{cls!r} is not a scorer class: subclass hf_sparsekv.Scorer")
-    name = getattr(cls, "name", None)
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f'{cls.__name__} has no name: give it a class attribute name = "..."')
+    _check_class(cls)
+    name = cls.name
     known = _registry.get(name)
     # Running a notebook cell twice defines the same class again; that is no clash.
     if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -66,6 +76,7 @@ def build_scorer(scorer: str | Scorer, options: Mapping[str, Any]) -> Scorer:
     if isinstance(scorer, Scorer):
         if options:
             raise ConfigError(f"scorer_options={dict(options)} has no effect with a scorer object: set them on it")
+        _check_class(type(scorer))
         return scorer
     if not isinstance(scorer, str):
         hint = "pass an object, not the class" if isinstance(scorer, type) else "subclass hf_sparsekv.Scorer"
@@ -83,18 +94,44 @@ def build_scorer(scorer: str | Scorer, options: Mapping[str, Any]) -> Scorer:
     return cls(**options)
 
 
-def describe_scorer(scorer: Scorer) -> dict[str, Any]:
+def describe_scorer(scorer: Scorer, *, must_be_registered: bool = True) -> dict[str, Any]:
     """JSON-able `{"name": ..., "options": {...}}`, the inverse of `build_scorer`.
 
     Raises:
-        ConfigError: the scorer's class is not registered under its name.
+        ConfigError: the scorer's class is not registered under its name, but must be.
     """
-    if _registry.get(scorer.name) is not type(scorer):
+    if must_be_registered and _registry.get(scorer.name) is not type(scorer):
         raise ConfigError(
             f"scorer {type(scorer).__name__} is not registered, so it has no name that a file could hold: "
             "decorate its class with hf_sparsekv.register_scorer"
         )
     return {"name": scorer.name, "options": asdict(scorer) if is_dataclass(scorer) else {}}
+
+
+def _check_class(cls: type[Scorer]) -> None:
+    """Refuse class attributes that would only fail, or quietly do something else, once a prompt is read."""
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f'{cls.__name__} has no name: give it a class attribute name = "..."')
+    if isabstract(cls):
+        raise ConfigError(f"{cls.__name__} has no method score: write one, see hf_sparsekv.Scorer")
+    choices = {"queries": QUERIES, "default_row_reduction": REDUCTIONS, "default_decode": DECODE_MODES}
+    for attribute, allowed in choices.items():
+        value = getattr(cls, attribute)
+        if value not in allowed:
+            raise ConfigError(f"{cls.__name__}.{attribute} is {value!r}: make it one of {', '.join(allowed)}")
+    for attribute in _FLAGS:
+        check_flag(f"{cls.__name__}.{attribute}", getattr(cls, attribute))
+    pool = cls.default_pooling
+    if not isinstance(pool, Pooling) or pool.kind not in POOLINGS or not is_pool_width(pool.width):
+        raise ConfigError(
+            f"{cls.__name__}.default_pooling is {pool!r}: make it a Pooling of kind {', '.join(POOLINGS)}, "
+            f"its width odd, from 1 to {MAX_POOL_WIDTH}"
+        )
+    if cls.decode_decay is not None:
+        check_fraction(f"{cls.__name__}.decode_decay", cls.decode_decay)
+    if cls.decode_gain is not None:
+        check_gain(f"{cls.__name__}.decode_gain", cls.decode_gain)
 
 
 def scorer_names() -> list[str]:

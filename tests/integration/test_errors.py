@@ -71,6 +71,20 @@ def test_another_attention_implementation_is_refused(tiny_llama):
         forward(model, skv.SparseKVCache(model.config, SMALL))
 
 
+def test_attention_that_is_not_registered_any_more_is_told_apart(tiny_llama):
+    model = tiny_llama(attn_implementation="sparsekv")
+    skv.unregister()
+    with pytest.raises(skv.CacheError, match=r"not registered.*hf_sparsekv.register\(\)"):
+        forward(model, skv.SparseKVCache(model.config, SMALL))
+    skv.register()
+    forward(model, skv.SparseKVCache(model.config, SMALL))
+
+
+def test_something_that_is_no_model_is_refused():
+    with pytest.raises(skv.ModelError, match=r"got str 'smollm2-135m-instruct': load it first, AutoModelForCausalLM"):
+        skv.generate("smollm2-135m-instruct", torch.randint(3, 256, (1, 9)), SMALL)
+
+
 def test_a_foreign_cache_object_works_densely(tiny_llama):
     model, ids = tiny_llama(attn_implementation="sparsekv"), torch.randint(3, 256, (2, 40))
     ours = forward(model, DynamicCache(config=model.config), ids).logits
@@ -148,6 +162,7 @@ def test_a_scorer_that_cannot_rank_is_named_with_its_layer(tiny_llama, bad):
         (torch.full((1, 5), -1), r"\[0, 256\)"),
         (torch.zeros(1, 4096, dtype=torch.long), "4096 tokens"),
         ({"attention_mask": torch.ones(1, 5)}, "input_ids"),
+        ({"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(1, 5)}, r"\[1, 5\].*\[2, 5\]"),
         ("text", "tokenizer"),
         (7, "int"),
     ],

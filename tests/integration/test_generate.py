@@ -74,6 +74,33 @@ def test_chunks_need_no_announcement_unless_the_last_is_a_single_token(model, ba
     assert torch.equal(generate(model, batch), generate(model, batch, prefill_chunk_size=chunk))
 
 
+@pytest.mark.parametrize("chunk", [None, 23, 7])
+def test_a_prompt_shorter_than_announced_ends_where_decoding_begins(model, batch, chunk):
+    expected = skv.SparseKVCache(model.config, SMALL)
+    answer = generate(model, batch, expected, prefill_chunk_size=chunk)
+    cache = skv.SparseKVCache(model.config, SMALL, prompt_length=1000)
+    # 70 tokens in chunks of 23 leave a single one, which looks like decoding unless it is announced.
+    seen = 69 if chunk == 23 else LENGTH
+    with pytest.warns(UserWarning, match=f"prompt_length=1000 was announced, but the prompt ended after {seen} tokens"):
+        assert torch.equal(answer, generate(model, batch, cache, prefill_chunk_size=chunk))
+    assert cache.report(positions=True) == expected.report(positions=True)
+
+
+def test_a_short_prompt_fed_token_by_token_stays_open_and_the_report_says_so(model, batch):
+    cache = skv.SparseKVCache(model.config, SMALL, prompt_length=1000)
+    generate(model, batch, cache, prefill_chunk_size=1)
+    assert cache.report()["is_prompt_open"]
+
+
+def test_a_reset_forgets_the_announced_length(model, batch):
+    cache = skv.SparseKVCache(model.config, SMALL, prompt_length=LENGTH)
+    generate(model, batch, cache)
+    cache.reset()
+    assert cache.prompt_end is None
+    cache.expect_prompt(LENGTH)
+    assert torch.equal(generate(model, batch, cache), generate(model, batch))
+
+
 def test_sampling_is_reproducible_and_beams_return_what_was_asked(model, batch):
     torch.manual_seed(5)
     first = generate(model, batch, do_sample=True)
@@ -171,6 +198,23 @@ def test_prompt_lookup_decoding_is_refused(model, batch):
         skv.generate(model, one, SMALL, prompt_lookup_num_tokens=3)
 
 
+def test_assisted_decoding_is_refused(tiny_llama, model, batch):
+    """A rejected draft would have to be taken back out of what was evicted for it."""
+    one = {name: tensor[2:] for name, tensor in batch.items()}
+    assistant = tiny_llama(num_layers=1, seed=1)  # a model that guesses wrong
+    with pytest.raises((skv.CacheError, ValueError), match="crop"):
+        generate(model, one, assistant_model=assistant)
+    with pytest.raises(skv.ConfigError, match="assistant_model"):
+        skv.generate(model, one, SMALL, assistant_model=assistant)
+
+
+def test_quantised_storage_is_refused(model, batch):
+    with pytest.raises(ValueError, match="cache_implementation"):
+        generate(model, batch, cache_implementation="quantized")
+    with pytest.raises(skv.ConfigError, match="cache_implementation"):
+        skv.generate(model, batch, SMALL, cache_implementation="quantized")
+
+
 def test_our_generate_leaves_the_model_as_it_was(tiny_llama, model, batch):
     plain = tiny_llama(num_layers=3)
     skv.unregister()
@@ -183,6 +227,33 @@ def test_our_generate_leaves_the_model_as_it_was(tiny_llama, model, batch):
     assert output.text is None
     assert not any(name for name in vars(plain) if "sparse" in name.lower())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in plain.modules())
+
+
+def test_our_generate_pads_on_the_left_what_is_padded_on_the_right(model, batch):
+    """`model.generate` would write an answer behind the padding, with either cache."""
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    right = {name: tensor.flip(1) for name, tensor in batch.items()}
+    output = skv.generate(model, right, SMALL, **settings)
+    for row, pads in enumerate(PADS):
+        alone = right["input_ids"][row : row + 1, : LENGTH - pads]
+        assert torch.equal(output.sequences[row, pads:LENGTH], alone[0])
+        assert torch.equal(output.new_tokens[row], skv.generate(model, alone, SMALL, **settings).new_tokens[0])
+
+
+def test_a_right_padded_turn_is_moved_behind_what_the_cache_has_seen(model):
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    context, turn = torch.randint(3, 256, (2, 60)), torch.randint(3, 256, (2, 9))
+    first = skv.generate(model, context, SMALL, **settings)
+    ids = torch.cat([first.sequences, turn], dim=1)
+    mask = torch.ones_like(ids)
+    mask[1, -5:] = 0
+    second = skv.generate(model, {"input_ids": ids, "attention_mask": mask}, cache=first.cache, **settings)
+    for row, length in enumerate((9, 4)):
+        alone = skv.generate(model, context[row : row + 1], SMALL, **settings)
+        more = torch.cat([alone.sequences, turn[row : row + 1, :length]], dim=1)
+        assert torch.equal(
+            skv.generate(model, more, cache=alone.cache, **settings).new_tokens[0], second.new_tokens[row]
+        )
 
 
 def test_our_generate_goes_on_with_a_cache(tiny_llama):

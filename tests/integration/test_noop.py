@@ -5,6 +5,7 @@ import torch
 
 import hf_sparsekv as skv
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
+from hf_sparsekv.testing.models import tiny_llama as build_llama
 from hf_sparsekv.testing.models import tiny_qwen2, tiny_qwen3
 
 LARGE = skv.SparseKVConfig(num_full_layers=1, budget=400, num_recent_tokens=8, observation_window=8)
@@ -70,9 +71,10 @@ def test_other_architectures_are_bit_identical_too(build):
     assert_identical(dense, generate(model, ids, mask, "sparsekv", skv.SparseKVCache(model.config, LARGE)))
 
 
+@pytest.mark.parametrize("build", [build_llama, tiny_qwen3], ids=["plain", "query and key norms"])
 @pytest.mark.parametrize("length", [1, 7, 8, 9])
-def test_a_prompt_shorter_than_the_window_is_bit_identical(tiny_llama, length):
-    model, ids = tiny_llama(), torch.randint(3, 256, (1, length))
+def test_a_prompt_shorter_than_the_window_is_bit_identical(build, length):
+    model, ids = build(), torch.randint(3, 256, (1, length))
     mask = torch.ones_like(ids)
     dense = generate(model, ids, mask, "sdpa")
     assert_identical(dense, generate(model, ids, mask, "sparsekv", skv.SparseKVCache(model.config, LARGE)))

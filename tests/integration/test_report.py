@@ -1,5 +1,6 @@
 """The report is measured, and what is measured is what the plan promised."""
 
+import copy
 import json
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import hf_sparsekv as skv
 from hf_sparsekv.cache.slots import SlotStore
 from hf_sparsekv.plan import ModelShape
+from hf_sparsekv.scorers.h2o import H2O
 
 SMALL = {"num_full_layers": 1, "budget": 24, "num_recent_tokens": 8, "observation_window": 8}
 OPTIONS = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -93,13 +95,57 @@ def test_the_report_is_json_and_counts_what_happened(tiny_llama):
     assert report["evicted_while_decoding"] == 2 * 3 * 30
     assert report["ratio"] == pytest.approx(report["cache_bytes"] / report["dense_bytes"])
     assert report["dense_bytes"] == 2 * 130 * 4 * 2 * 2 * 16 * 4
-    assert report["config"]["scorer"] == "snapkv"
-    assert report["config"]["pool_kernel_size"] == 7
+    assert report["in_force"]["scorer"] == "snapkv"
+    assert report["in_force"]["pool_kernel_size"] == 7
+    assert skv.SparseKVConfig.from_dict(report["config"]) == skv.SparseKVConfig(**SMALL)
     assert set(report["versions"]) == {"hf_sparsekv", "transformers", "torch"}
     sinks_and_recent = set(range(4)) | set(range(122, 130))
     for layer in report["layers"][1:]:
         for heads in layer["positions"]:
             assert all(sinks_and_recent <= set(head) for head in heads)
+
+
+@pytest.mark.parametrize(
+    ("budget", "shape", "expected"),
+    [
+        (24, "uniform", [[24, 24], [24, 24], [24, 24]]),
+        (0.3, "uniform", [[30, 21], [30, 21], [30, 21]]),
+        ((24, 0.5, 60), "uniform", [[24, 24], [50, 35], [60, 60]]),
+        (24, "pyramid", [[35, 35], [24, 24], [13, 13]]),
+    ],
+)
+def test_the_report_tells_what_a_budget_came_to_for_each_request(tiny_llama, budget, shape, expected):
+    """A fraction or a shape is only a setting: the tokens that it means are told, layer by layer."""
+    config = skv.SparseKVConfig(**{**SMALL, "budget": budget}, budget_shape=shape)
+    ids, mask = torch.randint(3, 256, (2, 100)), torch.ones(2, 100, dtype=torch.long)
+    mask[1, :30] = 0
+    cache = skv.SparseKVCache(tiny_llama().config, config)
+    assert [layer["budget_tokens"] for layer in cache.report()["layers"]] == [[], [], [], []]
+    output = skv.generate(tiny_llama(), {"input_ids": ids, "attention_mask": mask}, config, max_new_tokens=3, **OPTIONS)
+    full, *windows = output.report["layers"]
+    assert full["budget_tokens"] == []
+    assert [layer["budget_tokens"] for layer in windows] == expected
+    assert [layer["stored"] for layer in windows] == expected
+
+
+@pytest.mark.parametrize("scorer", [H2O(), "hybrid"])
+def test_the_reported_options_make_the_same_configuration_again(tiny_llama, scorer):
+    config = skv.SparseKVConfig(**SMALL, scorer=scorer, scorer_options={"share": 0.5} if scorer == "hybrid" else {})
+    report = json.loads(json.dumps(skv.SparseKVCache(tiny_llama().config, config).report()))
+    again = skv.SparseKVConfig.from_dict(report["config"])
+    assert again.scorer_object == config.scorer_object
+    assert again.to_dict() == config.to_dict()
+
+
+def test_a_cache_and_an_output_say_what_they_are_in_a_line(tiny_llama):
+    config = skv.SparseKVConfig(**SMALL)
+    cache = skv.SparseKVCache(tiny_llama().config, config)
+    assert repr(cache).startswith("SparseKVCache(1 full + 3 window layers, budget=24, scorer='snapkv', 0 requests, no")
+    output = skv.generate(tiny_llama(), torch.randint(3, 256, (2, 60)), config, max_new_tokens=5, **OPTIONS)
+    assert "2 requests, 64 tokens seen" in repr(output.cache)
+    assert f"{output.report['cache_bytes']:,} bytes)" in repr(output.cache)
+    assert repr(output).startswith("GenerateOutput(2 x 5 new tokens in ")
+    assert len(repr(output)) < 300
 
 
 def test_an_empty_cache_answers_sensibly(tiny_llama):
@@ -112,7 +158,11 @@ def test_an_empty_cache_answers_sensibly(tiny_llama):
     cache.reset()
     cache.compress()
     cache.crop(0)
-    cache.reorder_cache(torch.tensor([0]))
+    for layer in cache.layers:
+        assert (layer.get_seq_length(), layer.get_mask_sizes(7), layer.get_max_length()) == (0, (7, 0), -1)
+    assert len(cache) == 4
+    assert not cache.is_initialized
+    assert copy.deepcopy(cache).report() == report | {"layers": cache.report()["layers"]}
 
 
 def test_a_scorer_of_ones_own_appears_in_the_report(tiny_llama):
@@ -125,5 +175,5 @@ def test_a_scorer_of_ones_own_appears_in_the_report(tiny_llama):
 
     config = skv.SparseKVConfig(**SMALL, scorer=Newest())
     output = skv.generate(tiny_llama(), torch.randint(3, 256, (1, 60)), config, max_new_tokens=2, **OPTIONS)
-    assert output.report["config"]["scorer"] == "newest"
+    assert output.report["config"]["scorer"] == output.report["in_force"]["scorer"] == "newest"
     assert output.cache.report(positions=True)["layers"][1]["positions"][0][0] == [0, 1, 2, 3, *range(41, 61)]

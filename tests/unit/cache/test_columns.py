@@ -1,9 +1,10 @@
 """ColumnStore: blocks, bytes and views; `tests/property/test_bookkeeping.py` has its laws."""
 
+import pytest
 import torch
 
 from hf_sparsekv.cache.columns import ColumnStore
-from hf_sparsekv.plan import FULL_LAYER_BLOCK
+from hf_sparsekv.plan import FULL_LAYER_BLOCK, MAX_SHORT_COLUMNS, SHORT_LAYER_BLOCK
 
 
 def columns(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -17,16 +18,17 @@ def test_an_empty_store_holds_no_bytes():
     assert store.nbytes == 0
 
 
-def test_the_buffers_stay_in_place_until_their_block_is_full():
+@pytest.mark.parametrize(("before", "block"), [(0, SHORT_LAYER_BLOCK), (MAX_SHORT_COLUMNS, FULL_LAYER_BLOCK)])
+def test_the_buffers_stay_in_place_until_their_block_is_full(before, block):
     store = ColumnStore()
-    store.append(columns(1), columns(1))
+    store.append(columns(before + 1), columns(before + 1))
     address = store.keys.data_ptr()
-    for _ in range(FULL_LAYER_BLOCK - 1):
+    for _ in range(block - 1):
         store.append(columns(1), columns(1))
         assert store.keys.data_ptr() == address
-    assert store.capacity == store.num_columns == FULL_LAYER_BLOCK
+    assert store.capacity == store.num_columns == before + block
     store.append(columns(1), columns(1))
-    assert store.capacity == 2 * FULL_LAYER_BLOCK
+    assert store.capacity == before + 2 * block
     assert store.keys.data_ptr() != address
 
 
@@ -34,7 +36,7 @@ def test_bytes_are_those_reserved():
     store = ColumnStore()
     store.append(columns(5, torch.bfloat16), columns(5, torch.bfloat16))
     assert store.keys.dtype == torch.bfloat16
-    assert store.nbytes == 2 * (2 * 3 * FULL_LAYER_BLOCK * 4) * 2
+    assert store.nbytes == 2 * (2 * 3 * SHORT_LAYER_BLOCK * 4) * 2
 
 
 def test_what_was_appended_may_change_later():

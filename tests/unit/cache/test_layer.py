@@ -58,7 +58,7 @@ def test_bytes_are_those_of_columns_scores_tail_and_slots():
     layer.column_scores = torch.zeros(2, 2, 64)
     layer.tail.append(torch.randn(2, 4, 5, 4), None)
     layer.slots = slot_store(2)
-    columns, scores, tail = 2 * 2 * 2 * 64 * 4 * 4, 2 * 2 * 64 * 4, 2 * 4 * 2 * 4 * 4
+    columns, scores, tail = 2 * 2 * 2 * 16 * 4 * 4, 2 * 2 * 64 * 4, 2 * 4 * 2 * 4 * 4
     assert layer.nbytes == columns + scores + tail + layer.slots.nbytes
 
 

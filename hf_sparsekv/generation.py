@@ -1,21 +1,21 @@
 """`generate`: the whole job in one call: set the attention, build the cache, generate, report, put everything back."""
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_sparsekv.config import SparseKVConfig
-from hf_sparsekv.errors import ConfigError, InputError
+from hf_sparsekv.errors import ConfigError, InputError, ModelError
 from hf_sparsekv.hf.cache_adapter import SparseKVCache
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 from hf_sparsekv.hf.models import text_config
-from hf_sparsekv.hf.register import ATTENTION_NAME, is_registered, register, unregister
+from hf_sparsekv.hf.switch import sparse_attention
 
 _NEEDS_CROP = ("assistant_model", "prompt_lookup_num_tokens")
 _CACHE_ARGUMENTS = ("past_key_values", "cache", "cache_implementation", "use_cache")
@@ -26,7 +26,7 @@ class GenerateOutput:
     """What `generate` returns."""
 
     sequences: Tensor
-    """int64 [B, prompt + new tokens], as `model.generate` returns them."""
+    """int64 [B, prompt + new tokens], as `model.generate` returns them; prompts are padded on the left."""
     new_tokens: Tensor
     """int64 [B, new tokens]: `sequences` without the prompt."""
     text: list[str] | None
@@ -37,6 +37,11 @@ class GenerateOutput:
     """Wall time of the whole generation, prefill included."""
     cache: SparseKVCache
     """The cache, for a next turn."""
+
+    def __repr__(self) -> str:
+        batch, count = self.new_tokens.shape
+        first = f", text[0]={shorten(self.text[0], 60)!r}" if self.text else ""
+        return f"GenerateOutput({batch} x {count} new tokens in {self.seconds:.2f} s{first}, cache={self.cache!r})"
 
 
 def generate(
@@ -53,7 +58,8 @@ def generate(
     Args:
         model: a causal language model of transformers, with any attention implementation.
         inputs: token ids int64 [B, T], a mapping with `input_ids` and perhaps `attention_mask` (what a tokenizer
-            returns), or text, which needs `tokenizer`.
+            returns), or text, which needs `tokenizer`. What is padded on the right is padded on the left instead:
+            `model.generate` would write the new tokens behind the padding.
         config: the method's options; defaults if None.
         tokenizer: turns text into ids and the result into text.
         cache: the cache of an earlier turn, in place of `config`; `inputs` then hold the whole conversation.
@@ -61,8 +67,13 @@ def generate(
     Raises:
         InputError: no prompt, or one too long for the model.
         ConfigError: options that contradict a sparse cache.
-        ModelError: the model has a feature that a sparse cache does not support.
+        ModelError: not a model, or the model has a feature that a sparse cache does not support.
     """
+    if not (isinstance(model, nn.Module) and hasattr(model, "generate")):
+        raise ModelError(
+            f"model must be a causal language model of transformers, got {_named(model)}: load it first, "
+            "AutoModelForCausalLM.from_pretrained(...)"
+        )
     for name in _NEEDS_CROP:
         if options.get(name) is not None:
             raise ConfigError(f"{name} needs a cache that can go back; a sparse cache cannot: leave it out")
@@ -81,6 +92,7 @@ def generate(
             f"the cache has seen {cache.get_seq_length()} tokens, the inputs have {prompt_length}: pass the whole "
             "conversation, the new turn at its end"
         )
+    batch = _padded_on_the_left(batch, int(cache.get_seq_length()))
     cache.expect_prompt(prompt_length - int(cache.get_seq_length()))
     start = time.perf_counter()
     with sparse_attention(model), torch.no_grad():
@@ -92,22 +104,6 @@ def generate(
     new_tokens = sequences[:, prompt_length:]
     text = None if tokenizer is None else tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
     return GenerateOutput(sequences, new_tokens, text, cache.report(), seconds, cache)
-
-
-@contextmanager
-def sparse_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Give a model the attention implementation "sparsekv", and its own back at the end."""
-    was_registered, before = is_registered(), text_config(model.config)._attn_implementation
-    register()
-    if before != ATTENTION_NAME:
-        model.set_attn_implementation(ATTENTION_NAME)
-    try:
-        yield
-    finally:
-        if before != ATTENTION_NAME:
-            model.set_attn_implementation(before)
-        if not was_registered:
-            unregister()
 
 
 def _model_inputs(
@@ -135,9 +131,32 @@ def _model_inputs(
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
         raise InputError(f"token ids must be in [0, {vocab}): got {int(ids.min())} to {int(ids.max())}")
     mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape != ids.shape:
+        raise InputError(f"attention_mask {list(mask.shape)} must have the shape of input_ids {list(ids.shape)}")
     if mask is not None and bool((mask.sum(dim=-1) == 0).any()):
         raise InputError(f"request {int((mask.sum(dim=-1) == 0).nonzero()[0])} of the batch has no token at all")
     return {name: value.to(model.device) for name, value in batch.items() if isinstance(value, Tensor)}
+
+
+def _padded_on_the_left(batch: dict[str, Tensor], start: int) -> dict[str, Tensor]:
+    """Move padding among the columns from `start` on before the tokens; their order stays.
+
+    Args:
+        batch: `input_ids`, and tensors of its shape that move along.
+        start: columns that a cache has seen, which stay where they are.
+    """
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if mask is None or mask.shape != ids.shape or bool((mask[:, -1] != 0).all()):
+        return batch
+    order = (mask[:, start:] != 0).byte().argsort(dim=-1, stable=True) + start
+    seen = torch.arange(start, device=ids.device).expand(len(ids), -1)
+    order = torch.cat([seen, order], dim=1)
+    return {name: t.gather(1, order) if t.shape == ids.shape else t for name, t in batch.items()}
+
+
+def _named(value: object) -> str:
+    """What was given, short."""
+    return f"{type(value).__name__} {shorten(repr(value), 60)}"
 
 
 def _check_length(model: PreTrainedModel, prompt_length: int, options: Mapping[str, Any]) -> None:

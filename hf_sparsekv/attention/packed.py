@@ -1,0 +1,286 @@
+"""Attention of one packed forward pass of the engine: decoding requests first, then pieces of prompts.
+
+A packed batch is one row of T tokens. Shapes: T token, H query head, K KV head, D head dim, R row of a `RowState`,
+C slot, N token of a prompt.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hf_sparsekv import ops
+from hf_sparsekv.cache.pages import PagePool
+from hf_sparsekv.cache.rows import LayerPlace, RowState
+from hf_sparsekv.cache.tail import QueryTail
+from hf_sparsekv.cache.upload import to_device
+from hf_sparsekv.scorers import ScoreInputs, TwoLists
+from hf_sparsekv.scorers.checks import MAX_SCORE
+from hf_sparsekv.select import Kept, check_score_shapes, select_kept
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """Requests of one configuration that decode one token each: the first `count` rows of their state."""
+
+    rows: RowState
+    offset: int
+    """Of the first one among the T tokens."""
+    count: int
+    max_length: int
+    """Upper bound of the tokens that an appending layer holds; part of a CUDA graph's key."""
+
+    def advance(self) -> None:
+        """Count the new token in the appending layers; once a step, before the first layer."""
+        self.rows.append_lengths[:, : self.count] += self.rows.is_active[: self.count]
+
+
+@dataclass(frozen=True)
+class PromptRun:
+    """Neighbouring chunks that begin their prompts and attend in one call."""
+
+    chunks: "list[PromptChunk]"
+    cu_seqlens: Tensor
+    """int32 [chunks + 1]."""
+
+
+@dataclass(frozen=True)
+class _KeptSlots:
+    place: LayerPlace
+    slots: Kept
+    budget: int
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """The next tokens of one prompt."""
+
+    rows: RowState
+    row: int
+    """The row that the request will decode in; only the last chunk writes to it."""
+    offset: int
+    """Of its first token among the T tokens."""
+    start: int
+    """Tokens of the prompt that came before."""
+    length: int
+    is_last: bool
+    max_length: int
+    """Tokens that the request can ever have."""
+    prompt_tables: tuple[Tensor | None, ...]
+    """Per layer int32 [M]: pages that take the chunk's tokens in order; None where a selection follows at once."""
+    prompt_slots: tuple[Tensor | None, ...]
+    """Per layer int64 [length]: places of the chunk's tokens in those pages."""
+    kept_tables: tuple[Tensor, ...]
+    """Per layer int32 [M]: pages that the request decodes from."""
+    tails: dict[int, QueryTail]
+    """Per window layer the last query rows of the chunks before."""
+    inv_freq: Tensor | None = None
+    kept: list[_KeptSlots] = field(default_factory=list)
+    """Per replacing layer what the last chunk's selection left, until `PackedStep.finish` writes it to the row."""
+    score_bounds: list[Tensor] = field(default_factory=list)
+    """Lowest and highest score, fp32 scalars, of every window layer; NaN if some score is."""
+    problems: list[str] = field(default_factory=list)
+    """What the scorer raised, if it did; the scores are zeros then."""
+
+    @property
+    def seen(self) -> int:
+        """Tokens of the prompt, this chunk included."""
+        return self.start + self.length
+
+
+class PackedStep:
+    """What the layers of one forward pass need, and the attention they call."""
+
+    def __init__(
+        self, pool: PagePool, decode: list[DecodeRows], chunks: list[PromptChunk], runs: list[PromptRun]
+    ) -> None:
+        """A step.
+
+        Args:
+            pool: where keys and values are.
+            decode, chunks: the tokens, in this order, without gaps.
+            runs: those of the chunks that begin their prompts.
+        """
+        self.pool, self.decode, self.chunks, self.runs = pool, decode, chunks, runs
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Store the new tokens of one layer, attend, and select at the end of a prompt.
+
+        Args:
+            layer_idx: which layer.
+            q: [T, H, D] after RoPE. k, v: [T, K, D], k after RoPE.
+            scale: factor on the logits.
+        Returns:
+            [T, H, D]; rows that belong to no request hold nothing of use.
+        """
+        if not self.chunks and len(self.decode) == 1:
+            return self._decode(self.decode[0], layer_idx, q, k, v, scale)
+        output = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for part in self.decode:
+            at = slice(part.offset, part.offset + part.count)
+            output[at] = self._decode(part, layer_idx, q[at], k[at], v[at], scale)
+        if self.chunks:
+            self._prefill(layer_idx, q, k, v, scale, output)
+        return output
+
+    def _decode(self, part: DecodeRows, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        rows, count, pool = part.rows, part.count, self.pool
+        place, config = rows.places[layer_idx], rows.config
+        i = place.index
+        if place.is_append:
+            lengths, table = rows.append_lengths[i, :count], rows.append_tables[i, :count]
+            slots = (lengths.long() - 1)[:, None].expand(-1, pool.num_kv_heads)
+            ops.write_slots(pool.keys, pool.values, k, v, slots, table)
+            return ops.attend_slots(q, pool.keys, pool.values, lengths, scale, part.max_length, table)
+        decay, gain = config.decode_weights
+        return ops.decode_step(
+            q,
+            k,
+            v,
+            pool.keys,
+            pool.values,
+            rows.slot_positions(place)[:count],
+            rows.slot_scores(place)[:count],
+            rows.slot_lengths[i, :count],
+            rows.slot_budgets[i, :count],
+            rows.victims[i, :count],
+            rows.slot_next[i, :count],
+            scale,
+            decay,
+            gain,
+            config.num_sink_tokens,
+            config.num_recent_tokens,
+            config.decode_mode == "ring",
+            rows.slot_table(place)[:count],
+        )
+
+    def finish(self) -> Tensor | None:
+        """Write what the selections left to the rows; once a step, after the last layer.
+
+        Returns:
+            bool [prompts that ended and were scored]: whether their scores can rank tokens, see `check_scores`; None
+            without any.
+        """
+        flags = []
+        for chunk in self.chunks:
+            if chunk.kept:
+                _write_row(chunk)
+            if chunk.score_bounds:
+                flags.append((torch.stack(chunk.score_bounds).abs() <= MAX_SCORE).all())  # NaN is not
+        return torch.stack(flags) if flags else None
+
+    def _prefill(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float, output: Tensor) -> None:
+        for chunk in self.chunks:
+            slots = chunk.prompt_slots[layer_idx]
+            if slots is not None:
+                at = slice(chunk.offset, chunk.offset + chunk.length)
+                ops.write_packed(self.pool.keys, self.pool.values, k[at], v[at], slots)
+        for run in self.runs:
+            first, last = run.chunks[0], run.chunks[-1]
+            at = slice(first.offset, last.offset + last.length)
+            longest = max(chunk.length for chunk in run.chunks)
+            bounds = (run.cu_seqlens, run.cu_seqlens, longest, longest)
+            output[at], lse = ops.attention_varlen(q[at], k[at], v[at], *bounds, scale, True)
+            for chunk in run.chunks:
+                own = slice(chunk.offset, chunk.offset + chunk.length)
+                keys, values = (t[own].transpose(0, 1)[None] for t in (k, v))
+                start = chunk.offset - first.offset
+                self._score(chunk, layer_idx, q[own], keys, values, lse[None, :, start : start + chunk.length], scale)
+        for chunk in self.chunks:
+            if chunk.start == 0:
+                continue
+            own, table = slice(chunk.offset, chunk.offset + chunk.length), chunk.prompt_tables[layer_idx]
+            assert table is not None
+            keys, values = self.pool.gather(table, chunk.seen)
+            attended, lse = ops.attention(q[own].transpose(0, 1)[None], keys, values, scale, None, True)
+            output[own] = attended[0].transpose(0, 1)
+            self._score(chunk, layer_idx, q[own], keys, values, None, scale)
+
+    def _score(
+        self,
+        chunk: PromptChunk,
+        layer_idx: int,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        lse: Tensor | None,
+        scale: float,
+    ) -> None:
+        """Of a window layer: collect the query rows that score; at the prompt's end select, and write what stays."""
+        place, config = chunk.rows.places[layer_idx], chunk.rows.config
+        if place.spec.is_full:
+            return
+        queries = q.transpose(0, 1)[None]
+        needed = {"none": 0, "last": config.observation_window, "all": None}[config.scorer_object.queries]
+        if chunk.start == 0 and chunk.is_last:
+            rows = queries[:, :, 0 if needed is None else max(0, chunk.length - needed) :]
+        else:
+            tail = chunk.tails.setdefault(layer_idx, QueryTail(needed))
+            tail.append(queries, None)
+            if not chunk.is_last:
+                return
+            rows = tail.queries
+        inputs = ScoreInputs(
+            keys=keys,
+            values=values,
+            queries=rows,
+            scale=scale,
+            row_reduction=config.rows,
+            group_reduction=config.groups,
+            lse=None if lse is None else lse[:, :, lse.shape[2] - rows.shape[2] :],
+            num_seen=chunk.seen,
+            inv_freq=chunk.inv_freq,
+            layer_idx=layer_idx,
+        )
+        shape = (1, keys.shape[1], keys.shape[2])
+        try:
+            scores = config.scorer_object.score(inputs)
+            lists = check_score_shapes(scores, shape, layer_idx, config.scorer_object.name)
+        except Exception as problem:  # noqa: BLE001 (a scorer's problem is that of its requests alone)
+            chunk.problems.append(f"{type(problem).__name__}: {problem}")
+            scores = torch.zeros(shape, device=keys.device)
+            lists = (scores,)
+        for tensor in lists:
+            chunk.score_bounds.extend(tensor.aminmax())
+        self._keep(chunk, place, keys, values, scores)
+
+    def _keep(
+        self, chunk: PromptChunk, place: LayerPlace, keys: Tensor, values: Tensor, scores: Tensor | TwoLists
+    ) -> None:
+        budget = min(place.spec.kept_tokens(chunk.seen), chunk.max_length)
+        capacity = place.capacity or min(budget, chunk.seen)
+        budgets = torch.full((1,), budget, dtype=torch.int32, device=keys.device)
+        kept = select_kept(scores, budgets, capacity, None, chunk.rows.config)
+        table = chunk.kept_tables[place.spec.layer_idx][None]
+        ops.compact_into(self.pool.keys, self.pool.values, keys, values, kept.index, table)
+        if not place.is_append:
+            chunk.kept.append(_KeptSlots(place, kept, budget))
+
+
+def _write_row(chunk: PromptChunk) -> None:
+    """Positions, scores, lengths and first victims of a request that begins to decode, all layers at once."""
+    rows, row, config = chunk.rows, chunk.row, chunk.rows.config
+    kept = [entry.slots for entry in chunk.kept]
+    device = kept[0].index.device
+    budgets = torch.tensor([entry.budget for entry in chunk.kept], dtype=torch.int32)
+    rows.set_slots(row, torch.cat([k.index.flatten() for k in kept]), torch.cat([k.scores.flatten() for k in kept]))
+    rows.slot_lengths[:, row] = torch.cat([k.counts for k in kept])
+    rows.slot_budgets[:, row] = to_device(budgets, device)
+    rows.slot_next[:, row] = chunk.seen
+    for layers in _of_equal_capacity(chunk.kept):
+        at = slice(layers[0].place.index, layers[-1].place.index + 1)
+        rows.victims[at, row] = ops.find_victim(
+            torch.cat([entry.slots.scores for entry in layers]),
+            torch.cat([entry.slots.index for entry in layers]).int(),
+            rows.slot_lengths[at, row],
+            rows.slot_budgets[at, row],
+            rows.slot_next[at, row],
+            config.num_sink_tokens,
+            config.num_recent_tokens,
+        )
+
+
+def _of_equal_capacity(kept: list[_KeptSlots]) -> list[list[_KeptSlots]]:
+    """Neighbouring layers with as many slots."""
+    return [list(group) for _, group in itertools.groupby(kept, key=lambda entry: entry.place.capacity)]
