@@ -1,0 +1,211 @@
+"""`hf-sparsekv bench`: throughput and latency of a closed loop of random requests, engines side by side."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from hf_sparsekv.bench.cases import BenchPlan, describe, run_cases
+from hf_sparsekv.bench.shapes import SHAPES, dummy_model, shape_config
+from hf_sparsekv.bench.workload import Finished
+from hf_sparsekv.cli.bench_options import (
+    ConcurrencyOption,
+    DummyWeightsOption,
+    EngineOption,
+    InputLenOption,
+    JsonOption,
+    KvMemoriesOption,
+    MemoryFractionOption,
+    ModelOption,
+    NoCompileOption,
+    NoCudaGraphsOption,
+    NumRequestsOption,
+    OutputLenOption,
+    ProfileStepsOption,
+    SeedOption,
+    WarmupOption,
+    check_writable,
+    engine_config,
+    parse_counts,
+    parse_sizes,
+)
+from hf_sparsekv.cli.bench_table import runs_table
+from hf_sparsekv.cli.engine_options import MaxBatchTokensOption, MaxNumSeqsOption
+from hf_sparsekv.cli.loading import load_weights, open_model, pick_device, pick_dtype
+from hf_sparsekv.cli.options import (
+    BudgetOption,
+    ConfigOption,
+    FullLayersOption,
+    NumFullLayersOption,
+    ScorerOption,
+    SetOption,
+    build_config,
+)
+from hf_sparsekv.engine.config import EngineConfig
+from hf_sparsekv.errors import ConfigError, InputError
+from hf_sparsekv.models_store import resolve_model
+
+DEFAULT_SHAPE = "smollm2-135m-shape"
+FAILED = 1
+PIPE_WIDTH = 150
+
+
+def bench(
+    model: ModelOption = DEFAULT_SHAPE,
+    dummy_weights: DummyWeightsOption = False,
+    engine: EngineOption = None,
+    input_len: InputLenOption = 4000,
+    output_len: OutputLenOption = 500,
+    concurrency: ConcurrencyOption = "10",
+    num_requests: NumRequestsOption = None,
+    warmup: WarmupOption = None,
+    seed: SeedOption = 0,
+    kv_memory: KvMemoriesOption = "none",
+    memory_fraction: MemoryFractionOption = EngineConfig.memory_fraction,
+    max_batch_tokens: MaxBatchTokensOption = EngineConfig.max_batch_tokens,
+    max_num_seqs: MaxNumSeqsOption = EngineConfig.max_num_seqs,
+    no_compile: NoCompileOption = False,
+    no_cuda_graphs: NoCudaGraphsOption = False,
+    config: ConfigOption = None,
+    budget: BudgetOption = None,
+    num_full_layers: NumFullLayersOption = None,
+    full_layers: FullLayersOption = None,
+    scorer: ScorerOption = None,
+    set_: SetOption = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    profile_steps: ProfileStepsOption = 0,
+    json_file: JsonOption = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's code.")] = False,
+) -> None:
+    """Measure serving: c requests live at any time, random prompts, exactly --output-len tokens each.
+
+    Exit code 1 when a case or a request failed.
+    """
+    console = Console(stderr=True)
+    plan = BenchPlan(
+        input_len=input_len,
+        output_len=output_len,
+        seed=seed,
+        kinds=tuple(dict.fromkeys(engine or ("dense", "sparse"))),
+        concurrencies=parse_counts(concurrency),
+        kv_memories=parse_sizes(kv_memory),
+        method=build_config(config, budget, num_full_layers, full_layers, scorer, set_),
+        engine=engine_config(memory_fraction, max_batch_tokens, max_num_seqs, no_compile, no_cuda_graphs),
+        num_requests=num_requests,
+        num_warmup=warmup,
+        num_profile_steps=profile_steps,
+    )
+    check_writable(json_file)
+    source = _ModelSource(model, dummy_weights or model in SHAPES, trust_remote_code)
+    network, facts = source.make(plan, dtype, device, console)
+    report = _run(network, plan, facts, json_file, console)
+    if all("error" in run for run in report["runs"]):
+        raise ConfigError(report["runs"][0]["error"])
+    if any("error" in run or run["num_failed"] for run in report["runs"]):
+        raise typer.Exit(FAILED)
+
+
+@dataclass(frozen=True)
+class _ModelSource:
+    """Where the model of a bench comes from."""
+
+    name: str
+    is_dummy: bool
+    trust_remote_code: bool
+
+    def make(
+        self, plan: BenchPlan, dtype: str, device: str, console: Console
+    ) -> tuple[PreTrainedModel, dict[str, Any]]:
+        """The model, and what is to be said of its origin; what the plan asks of it is checked before the weights."""
+        where = pick_device(device)
+        kind = pick_dtype(dtype, where)
+        plan.check_device(where)
+        if not self.is_dummy:
+            source = open_model(self.name, trust_remote_code=self.trust_remote_code, console=console)
+            plan.check_model(source.config)
+            begin = time.perf_counter()
+            network = load_weights(source, dtype=dtype, device=device, console=console)
+        else:
+            config = shape_config(self.name) if self.name in SHAPES else self._stored_config()
+            plan.check_model(config)
+            begin = time.perf_counter()
+            with console.status("making random weights"):
+                network = dummy_model(config, dtype=kind, device=where, seed=plan.seed)
+                if where != "cpu":
+                    torch.cuda.synchronize(where)
+        seconds = time.perf_counter() - begin
+        return network, {"name": self.name, "weights": "dummy" if self.is_dummy else "loaded", "made_in_s": seconds}
+
+    def _stored_config(self) -> PreTrainedConfig:
+        path = resolve_model(self.name, allow_fetch=True).path_or_id
+        try:
+            config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot open model {self.name!r}: {str(error).strip().splitlines()[0]}") from error
+        return config
+
+
+def _run(
+    network: PreTrainedModel, plan: BenchPlan, facts: dict[str, Any], json_file: Path | None, console: Console
+) -> dict[str, Any]:
+    """Run every case; the report, written after each so that a run that is cut short leaves what it had."""
+    report = describe(network, plan, facts)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+    progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)
+
+    @contextmanager
+    def watch(title: str, total: int) -> Iterator[Finished]:
+        task = progress.add_task(title, total=total, rate="")
+        begin, num_tokens = time.perf_counter(), 0
+
+        def on_finish(tokens: int) -> None:
+            nonlocal num_tokens
+            num_tokens += tokens
+            rate = f"{num_tokens / (time.perf_counter() - begin):,.0f} tok/s"
+            progress.update(task, advance=1, rate=rate)
+
+        try:
+            yield on_finish
+        finally:
+            progress.remove_task(task)
+
+    with progress:
+        for run in run_cases(network, plan, watch):
+            report["runs"].append(run)
+            if json_file is not None and str(json_file) != "-":
+                _write(json_file, report)
+    if json_file is not None and str(json_file) == "-":
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        out = Console()
+        # A pipe or a file has no width of its own, and the table is wider than the 80 columns it would be given.
+        (out if out.is_terminal else Console(width=PIPE_WIDTH)).print(runs_table(report))
+    for text in dict.fromkeys(note for run in report["runs"] for note in _notes(run)):
+        console.print(text, highlight=False, soft_wrap=True)
+    return report
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def _notes(run: dict[str, Any]) -> list[str]:
+    """What the table has no place for."""
+    notes = list(run.get("notes", ()))
+    if "error" in run:
+        notes.append(f"{run['engine']} at {run['concurrency']}: {run['error']}")
+    if run.get("num_failed"):
+        notes.append(f"{run['engine']}: {run['num_failed']} of {run['num_requests']} failed: {run['first_error']}")
+    return notes

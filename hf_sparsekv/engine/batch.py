@@ -1,0 +1,209 @@
+"""Prepare a step: from what the scheduler decided to the tensors of one packed forward pass."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_sparsekv.attention.packed import DecodeRows, PackedStep, PromptChunk, PromptRun
+from hf_sparsekv.cache.pages import PagePool
+from hf_sparsekv.cache.tail import QueryTail
+from hf_sparsekv.cache.upload import to_device
+from hf_sparsekv.engine.group import Group
+from hf_sparsekv.engine.request import Request
+from hf_sparsekv.engine.scheduler import PrefillChunk, StepPlan
+
+LONG_PROMPT = 1024
+"""Tokens from which on a prompt attends in a call of its own: backends that are fastest for one take no batches."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One output token that a step computes."""
+
+    request: Request
+    output_index: int
+    """Its place among the request's outputs."""
+
+
+@dataclass(frozen=True)
+class GroupBatch:
+    """The part of a step that belongs to one group."""
+
+    group: Group
+    num_decode: int
+    sampled: list[Sampled]
+    """By row: decoding requests, then those whose prompt ends."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One packed forward pass: [decoding tokens of every group ; pieces of prompts]."""
+
+    step: PackedStep
+    groups: list[GroupBatch]
+    prompt_ids: Tensor
+    """int64 [prompt tokens]."""
+    prompt_positions: Tensor
+    """int64 [prompt tokens]."""
+    logit_index: Tensor | None
+    """int64 [sampled tokens], group by group; None = all tokens."""
+    scored: list[Request]
+    """Requests whose prompt ends here and has window layers to select for."""
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether no prompt is part of it."""
+        return not self.step.chunks
+
+
+class BatchBuilder:
+    """Turns plans into batches, and keeps what a prompt leaves between its chunks."""
+
+    def __init__(self, pool: PagePool, inv_freq: Tensor | None, device: torch.device) -> None:
+        """A builder for one engine."""
+        self._pool, self._inv_freq, self._device = pool, inv_freq, device
+        self._nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        self._tails: dict[str, dict[int, QueryTail]] = {}
+
+    def build(self, plan: StepPlan, groups: dict[Any, Group]) -> Batch:
+        """The batch of a step; admits requests whose prompt ends to rows, and uploads their tables.
+
+        Args:
+            plan: what runs.
+            groups: by the requests' group key; rows hold exactly the requests of `plan.decode`.
+        """
+        self._grow_tables(plan, groups)
+        decode, offset, counts = [], 0, {}
+        for key, group in groups.items():
+            counts[key] = len(group.requests)
+            if group.requests:
+                longest = max(request.cached_length for request in group.requests)
+                decode.append(DecodeRows(group.rows, offset, len(group.requests), longest))
+                offset += len(group.requests)
+        num_decode, chunks, ends = offset, [], []
+        for planned in plan.prefill:
+            chunk = self._chunk(planned, groups[planned.request.group], offset)
+            chunks.append(chunk)
+            offset += chunk.length
+            if chunk.is_last:
+                ends.append((planned.request, offset - 1))
+        batches, index, first = [], [], 0
+        for key, group in groups.items():
+            if not group.requests:
+                continue
+            own_ends = [at for request, at in ends if request.group == key]
+            index += [*range(first, first + counts[key]), *own_ends]
+            first += counts[key]
+            sampled = [Sampled(request, request.num_scheduled_outputs - 1) for request in group.requests]
+            batches.append(GroupBatch(group, counts[key], sampled))
+        scored = [request for request, _ in ends if any(not spec.is_full for spec in request.plan.layers)]
+        if not chunks:
+            return Batch(PackedStep(self._pool, decode, [], []), batches, self._nothing, self._nothing, None, scored)
+        ids = [c.request.prompt_ids[c.start : c.start + c.length] for c in plan.prefill]
+        positions = [np.arange(c.start, c.start + c.length) for c in plan.prefill]
+        assert first == num_decode
+        return Batch(
+            PackedStep(self._pool, decode, chunks, _runs(chunks, self._device)),
+            batches,
+            self._upload(np.concatenate(ids).astype(np.int64)),
+            self._upload(np.concatenate(positions)),
+            self._upload(np.asarray(index, dtype=np.int64)),
+            scored,
+        )
+
+    def forget(self, request: Request) -> None:
+        """Drop what a prompt left between chunks, when its request ends or starts again."""
+        self._tails.pop(request.request_id, None)
+
+    def _grow_tables(self, plan: StepPlan, groups: dict[Any, Group]) -> None:
+        entries: dict[Any, list[tuple[int, int, int, int]]] = {}
+        for request, layer, index, block in plan.grown:
+            place = groups[request.group].rows.places[layer]
+            assert request.row is not None
+            entries.setdefault(request.group, []).append((place.index, request.row, index, block))
+        for key, values in entries.items():
+            layers, rows, indexes, blocks = self._upload(np.asarray(values, dtype=np.int64).T.copy())
+            groups[key].rows.append_tables[layers, rows, indexes] = blocks.int()
+
+    def _chunk(self, planned: PrefillChunk, group: Group, offset: int) -> PromptChunk:
+        request, rows = planned.request, group.rows
+        tables = request.tables
+        assert tables is not None
+        pages = -(-len(request.prompt_ids) // self._pool.page_size)
+        is_whole = planned.start == 0 and planned.is_last
+        with_table = [p.spec.layer_idx for p in rows.places if p.spec.is_full or not is_whole]
+        ordered = [(tables.staging[i] or tables.blocks[i])[:pages] for i in with_table]
+        stacked = self._upload(np.asarray(ordered, dtype=np.int32).reshape(len(ordered), pages))
+        at = torch.arange(planned.start, planned.start + planned.length, device=self._device)
+        slots = stacked[:, at // self._pool.page_size].long() * self._pool.page_size + at % self._pool.page_size
+        none: list[Tensor | None] = [None] * len(rows.places)
+        prompt_tables, prompt_slots = list(none), list(none)
+        for i, layer in enumerate(with_table):
+            prompt_tables[layer], prompt_slots[layer] = stacked[i], slots[i]
+        kept = self._kept_tables(request, group) if planned.is_last else ()
+        tails = self._tails.setdefault(request.request_id, {})
+        if planned.is_last:
+            self.forget(request)
+        return PromptChunk(
+            rows,
+            request.row if request.row is not None else -1,
+            offset,
+            planned.start,
+            planned.length,
+            planned.is_last,
+            tables.max_length,
+            tuple(prompt_tables),
+            tuple(prompt_slots),
+            kept,
+            tails,
+            self._inv_freq,
+        )
+
+    def _kept_tables(self, request: Request, group: Group) -> tuple[Tensor, ...]:
+        """Admit a request to its row and write the row's tables and lengths; the tables per layer."""
+        rows, tables = group.rows, request.tables
+        assert tables is not None
+        row = group.admit(request)
+        group.sampler.set_row(row, request.params, request.seed, request.prompt_ids)
+        prompt = len(request.prompt_ids)
+        slot_table = np.zeros(rows.slot_tables.shape[1], dtype=np.int32)
+        append_table = np.zeros((len(rows.append_tables), rows.append_tables.shape[2]), dtype=np.int32)
+        lengths = np.zeros(len(append_table), dtype=np.int32)
+        for place in rows.places:
+            blocks = tables.blocks[place.spec.layer_idx]
+            if place.is_append:
+                append_table[place.index, : len(blocks)] = blocks
+                lengths[place.index] = min(prompt, place.spec.kept_tokens(prompt))
+            else:
+                slot_table[place.first_page : place.first_page + len(blocks)] = blocks
+        rows.slot_tables[row] = self._upload(slot_table)
+        rows.append_tables[:, row] = self._upload(append_table)
+        rows.append_lengths[:, row] = self._upload(lengths)
+        rows.positions[row] = prompt
+        rows.is_active[row] = 1
+        return tuple(rows.append_tables[p.index, row] if p.is_append else rows.slot_table(p)[row] for p in rows.places)
+
+    def _upload(self, values: "np.ndarray[Any, Any]") -> Tensor:
+        return to_device(torch.from_numpy(values), self._device)
+
+
+def _runs(chunks: list[PromptChunk], lengths_device: torch.device) -> list[PromptRun]:
+    """Long prompts alone, neighbouring short ones together: one call each."""
+    runs: list[list[PromptChunk]] = []
+    for chunk in chunks:
+        if chunk.start > 0:
+            continue
+        last = runs[-1] if runs else []
+        is_neighbour = bool(last) and last[-1].offset + last[-1].length == chunk.offset
+        if is_neighbour and chunk.length < LONG_PROMPT and last[-1].length < LONG_PROMPT:
+            last.append(chunk)
+        else:
+            runs.append([chunk])
+    bounds = [np.cumsum([0, *(chunk.length for chunk in run)], dtype=np.int32) for run in runs]
+    return [
+        PromptRun(run, to_device(torch.from_numpy(bound), lengths_device))
+        for run, bound in zip(runs, bounds, strict=True)
+    ]

@@ -1,0 +1,71 @@
+"""EngineConfig: what an engine may use, checked once."""
+
+from dataclasses import dataclass, fields
+
+from hf_sparsekv.errors import ConfigError
+
+_AT_LEAST_ONE = ("block_size", "max_num_seqs", "max_batch_tokens", "prefill_target_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Memory, batch sizes and compilation of an `Engine`."""
+
+    kv_memory_bytes: int | None = None
+    """Bytes for all keys, values and bookkeeping; None = `memory_fraction` of the GPU less what the model needs, or
+    1 GiB on a CPU."""
+    memory_fraction: float = 0.9
+    """Part of the GPU's memory that the engine may fill, model included; used when `kv_memory_bytes` is None."""
+    block_size: int = 16
+    """Tokens of one layer in a block."""
+    max_num_seqs: int = 256
+    """Requests that may run at once."""
+    max_batch_tokens: int = 8192
+    """Tokens of one forward pass, prompts and decoding together."""
+    prefill_chunk_tokens: int | None = None
+    """Longest piece of a prompt in one step; None = `max_batch_tokens`. Longer prompts are staged, see the README."""
+    prefill_target_tokens: int = 2048
+    """Prompt tokens that keep a GPU busy: a step that has as many admits no further prompt. Prompts that begin in one
+    step also end in one, all of them late; one after the other, each has its first token as soon as it can."""
+    max_model_len: int | None = None
+    """Longest request, prompt and output; None = what the model was made for, or what the memory holds if less."""
+    compile: bool | None = None
+    """Compile the decoder layers with torch.compile; None = on a GPU only."""
+    cuda_graphs: bool | None = None
+    """Replay decode steps as CUDA graphs; None = on a GPU only."""
+
+    def __post_init__(self) -> None:
+        """Check every number.
+
+        Raises:
+            ConfigError: the value, the limit and what to do.
+        """
+        for name in _AT_LEAST_ONE:
+            _check_int(name, getattr(self, name))
+        for name in ("kv_memory_bytes", "prefill_chunk_tokens", "max_model_len"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name))
+        fraction = self.memory_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, float) or not 0.0 < fraction < 1.0:
+            raise ConfigError(f"memory_fraction must be a float in (0, 1): got {fraction!r}")
+        if self.max_batch_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_batch_tokens={self.max_batch_tokens} is below max_num_seqs={self.max_num_seqs}, but every "
+                "running request decodes one token a step: raise the one or lower the other"
+            )
+        for name in ("compile", "cuda_graphs"):
+            if getattr(self, name) not in (None, True, False):
+                raise ConfigError(f"{name} must be True, False or None: got {getattr(self, name)!r}")
+
+    def with_(self, **changes: object) -> "EngineConfig":
+        """A changed copy, checked again."""
+        known = {f.name: getattr(self, f.name) for f in fields(self)}
+        unknown = sorted(set(changes) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]!r}: EngineConfig has {', '.join(known)}")
+        return EngineConfig(**(known | changes))
+
+
+def _check_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be an int >= 1: got {value!r}")

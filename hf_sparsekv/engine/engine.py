@@ -1,0 +1,399 @@
+"""Engine: many requests at once on one model, each with its own sparse cache in one shared pool of blocks.
+
+Three phases: *initialise* (share the memory out, once), *prepare step* (scheduler and tables, on the host), *sparsify*
+(inside the forward pass, on the device). A step is launched before the tokens of the step before it are read, so the
+host never keeps the device waiting; a request that ends is noticed one step late, and its extra token is dropped.
+"""
+
+import itertools
+import time
+from collections.abc import AsyncGenerator, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from textwrap import shorten
+from types import TracebackType
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_sparsekv.cache.pages import PagePool
+from hf_sparsekv.config import SparseKVConfig
+from hf_sparsekv.engine.batch import BatchBuilder
+from hf_sparsekv.engine.block_pool import BlockPool
+from hf_sparsekv.engine.config import EngineConfig
+from hf_sparsekv.engine.group import Group, new_group
+from hf_sparsekv.engine.inflight import BAD_LOGITS, HostTokens, InFlight
+from hf_sparsekv.engine.memory import MemoryPlan
+from hf_sparsekv.engine.metrics import EngineMetrics
+from hf_sparsekv.engine.output import RequestOutput
+from hf_sparsekv.engine.profile import kv_bytes_available
+from hf_sparsekv.engine.prompt import Prompt, token_ids
+from hf_sparsekv.engine.request import FinishReason, Request
+from hf_sparsekv.engine.runner import Runner
+from hf_sparsekv.engine.sampling_params import SamplingParams
+from hf_sparsekv.engine.scheduler import Scheduler
+from hf_sparsekv.engine.stream import EngineThread
+from hf_sparsekv.engine.tracker import Tracker
+from hf_sparsekv.errors import CacheError, ConfigError, RequestError
+from hf_sparsekv.hf.models import generation_stop_ids, model_shape, rope_inv_freq, text_config
+from hf_sparsekv.hf.paged import use_paged_attention
+from hf_sparsekv.plan import LayerPlan
+
+
+class Engine:
+    """Continuous batching with a sparse cache; use it as a context manager, or call `close` at the end."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: SparseKVConfig | None = None,
+        engine_config: EngineConfig | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """Initialise: measure what the model needs, reserve the block pool and the bookkeeping.
+
+        Args:
+            model: a causal language model, on its device; while the engine is open its attention is the engine's.
+            config: the sparse configuration of requests that bring none; defaults if None.
+            engine_config: memory and batch sizes; defaults if None.
+            tokenizer: for text prompts, output text and stop strings.
+        Raises:
+            ConfigError: the memory does not hold one request.
+            ModelError: the model has a feature that a sparse cache does not support.
+        """
+        self.config, self.options = config or SparseKVConfig(), engine_config or EngineConfig()
+        self.model, self.tokenizer = model, tokenizer
+        self._shape = model_shape(model.config)
+        self._vocab_size, self._stop_ids = text_config(model.config).vocab_size, generation_stop_ids(model)
+        self._groups: dict[Hashable, Group] = {}
+        self._plans: dict[Hashable, LayerPlan] = {}
+        self._in_flight: InFlight | None = None
+        self._ids = itertools.count()
+        self._attention_before: str | None = use_paged_attention(model)
+        self._runner = Runner(model, self._shape)
+        try:
+            self._runner.configure(self.options)
+            self._initialise(kv_bytes_available(self._runner, self.options))
+        except BaseException:
+            self._restore_model()
+            raise
+        self.metrics, self.thread = EngineMetrics(self._scheduler), EngineThread(self, self._on_device)
+
+    def _initialise(self, kv_bytes: int) -> None:
+        """Share the memory out, and reserve it."""
+        model, shape, options = self.model, self._shape, self.options
+        dense = SparseKVConfig(num_full_layers=shape.num_layers)
+        self.memory = memory = MemoryPlan.build(
+            LayerPlan.build(self.config, shape),
+            LayerPlan.build(dense, shape),
+            options,
+            kv_bytes=kv_bytes,
+            num_kv_heads=shape.num_kv_heads,
+            element_bytes=model.dtype.itemsize,
+            model_length=text_config(model.config).max_position_embeddings,
+        )
+        self._pages = PagePool(
+            memory.num_blocks, shape.num_kv_heads, memory.block_size, shape.head_dim, model.dtype, model.device
+        )
+        self._blocks = BlockPool(memory.num_blocks)
+        self._scheduler = Scheduler(
+            self._blocks,
+            block_size=memory.block_size,
+            max_num_seqs=memory.num_rows,
+            max_batch_tokens=options.max_batch_tokens,
+            prefill_chunk_tokens=options.prefill_chunk_tokens,
+            prefill_target_tokens=options.prefill_target_tokens,
+            max_model_len=memory.max_model_len,
+        )
+        inv_freq = rope_inv_freq(model.config, shape.head_dim)
+        self._builder = BatchBuilder(self._pages, None if inv_freq is None else inv_freq.to(model.device), model.device)
+        self._tracker = Tracker(self.tokenizer, self._stop_ids, memory, model.dtype.itemsize)
+        self._runner.prepare(self._pages, self._groups[self._group_of(self.config)])
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | GenerationConfig | None = None,
+        *,
+        config: SparseKVConfig | None = None,
+        request_id: str | None = None,
+        stream: bool = True,
+    ) -> str:
+        """Queue a request; its id.
+
+        Args:
+            prompt: token ids, or text if the engine has a tokenizer.
+            params: how to sample and when to stop.
+            config: its own sparse configuration; each new one reserves rows that `kv_memory_bytes` does not count.
+            request_id: a name of your own; default "0", "1", ...
+            stream: let `step` return an output for every token; False = one at the end.
+        Raises:
+            RequestError: no such tokens, empty, too long, or an id in use.
+            ConfigError: sampling options that are wrong or that the engine does not have.
+        """
+        self._check_open("add_request()")
+        name = next(n for n in map(str, self._ids) if n not in self._tracker) if request_id is None else request_id
+        if not isinstance(name, str):
+            raise RequestError(f"request_id must be a str: got {name!r}")
+        ids = token_ids(name, prompt, self.tokenizer, self._vocab_size)
+        sampling = self._sampling_params(params)
+        group = self._group_of(self.config if config is None else config)
+        request = Request(
+            request_id=name,
+            prompt_ids=ids,
+            params=sampling,
+            plan=self._plans[group],
+            group=group,
+            arrival_s=time.perf_counter(),
+            is_streamed=stream,
+            seed=sampling.request_seed(name),
+        )
+        checker = self._tracker.checker(request)
+        self._scheduler.add(request)
+        self._tracker.add(request, checker)
+        return name
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now; what it had so far, or None when no such request is live."""
+        if self.thread.is_elsewhere:
+            return self.thread.abort(request_id)
+        self._tracker.note_blocks(request_id)
+        request = self._scheduler.abort(request_id)
+        return None if request is None else self._forget(request)
+
+    def _abort_all(self) -> None:
+        for request_id in list(self._tracker):
+            self.abort(request_id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is live."""
+        return self._scheduler.has_unfinished
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | GenerationConfig | Sequence[SamplingParams | GenerationConfig] | None = None,
+        *,
+        config: SparseKVConfig | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Run prompts to their ends; outputs in the order of the prompts.
+
+        A prompt that cannot be served gives an output with finish reason "error"; the others are not disturbed.
+
+        Args:
+            prompts: token ids or texts.
+            params: for all, or one each.
+            config: sparse configuration for all of them; default the engine's.
+            progress: show a progress bar on standard error.
+
+        Raises:
+            RequestError: other requests are running, or one text in place of a list of prompts.
+            ConfigError: as `add_request`; none of the prompts is run then.
+        """
+        self._check_open("generate()")
+        if self.has_unfinished:
+            raise RequestError("generate() while other requests are running: use add_request() and step()")
+        if isinstance(prompts, str):
+            raise RequestError(f"generate() takes a list of prompts: got one text, {shorten(prompts, 60)!r}")
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(each)} sampling parameters: give one, or one each")
+        names = [f"generate-{next(self._ids)}" for _ in prompts]
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for name, prompt, one in zip(names, prompts, each, strict=True):
+                try:
+                    self.add_request(prompt, one, config=config, request_id=name, stream=False)
+                except RequestError as error:
+                    outputs[name] = self._tracker.refused(name, prompt, str(error))
+            with self._tracker.progress_bar(len(names), enabled=progress) as bar:
+                while self.has_unfinished:
+                    for output in self.step():
+                        bar.update(output)
+                        if output.is_finished:
+                            outputs[output.request_id] = output
+        except BaseException:
+            self._abort_all()  # such as an interrupt: nobody could end them afterwards
+            raise
+        return [outputs[name] for name in names]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | GenerationConfig | None = None,
+        *,
+        config: SparseKVConfig | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run one request beside others: `async for output in engine.stream(...)`; see `EngineThread.stream`.
+
+        While a stream is open, a background thread steps the engine. `thread.iterate` is for code without a loop.
+        """
+        return self.thread.stream(prompt, params, config=config, request_id=request_id)
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Launch one forward pass, then read the tokens of the one before; outputs of requests that moved on.
+
+        A forward pass that raises, which no request alone can be blamed for, ends all of them; its error goes on.
+        """
+        self._check_open("step()")
+        try:
+            before, self._in_flight = self._in_flight, self._launch()
+        except BaseException:
+            self._abort_all()  # the plan counts on tokens that will never come
+            raise
+        outputs = [] if before is None else self._collect(before)
+        if self._in_flight is not None and not self._scheduler.has_unfinished:
+            self._in_flight = None  # nobody waits for its tokens
+        return outputs
+
+    def _launch(self) -> InFlight | None:
+        plan = self._scheduler.schedule()
+        for request in plan.preempted:
+            self._leave(request)
+        self.metrics.observe_preemptions(len(plan.preempted))
+        if plan.is_empty:
+            return None
+        now = time.perf_counter()
+        for chunk in plan.prefill:
+            chunk.request.started_s = chunk.request.started_s or now
+        batch = self._builder.build(plan, self._groups)
+        tokens = self._runner.run(batch)
+        in_flight = InFlight(batch, tokens)
+        for part in batch.groups:
+            self._feed_known(part.group)
+            for entry in part.sampled:
+                if entry.request.is_fully_scheduled:
+                    part.group.retire(entry.request)
+        return in_flight
+
+    @staticmethod
+    def _feed_known(group: Group) -> None:
+        """Requests that were preempted decode the tokens they had, not the ones sampled again."""
+        replaying = [request for request in group.requests if request.is_replaying]
+        for request in replaying:
+            count = len(request.output_ids)
+            if request.num_scheduled_outputs == count:  # the next token is new: the sampler knows the true ones again
+                assert request.row is not None
+                tokens = request.prompt_ids + request.output_ids
+                group.sampler.set_row(request.row, request.params, request.seed, tokens, num_outputs=count)
+        known = [(r.row, r.output_ids[r.num_scheduled_outputs - 1]) for r in replaying]
+        if known:
+            rows, tokens = torch.tensor(known, device=group.rows.tokens.device).T
+            group.rows.tokens[rows] = tokens
+
+    def _collect(self, step: InFlight) -> list[RequestOutput]:
+        groups, unscored = step.wait()
+        outputs, advanced, now = [], [], time.perf_counter()
+        for sampled, tokens in zip(step.sampled, groups, strict=True):
+            for row, entry in enumerate(sampled):
+                request = entry.request
+                if request.is_finished or entry.output_index < len(request.output_ids):
+                    continue
+                error = BAD_LOGITS if tokens.is_bad[row] else unscored.get(request.request_id)
+                output = self._advance(request, tokens, row, now, error)
+                advanced.append(request)
+                if output is not None:
+                    outputs.append(output)
+        self.metrics.observe_tokens(advanced)
+        return outputs
+
+    def _advance(
+        self, request: Request, tokens: HostTokens, row: int, now: float, error: str | None
+    ) -> RequestOutput | None:
+        """Take one token in; the request's output."""
+        reason = FinishReason.ERROR
+        if error is None:
+            try:
+                end = self._tracker.append(request, tokens, row, now)
+                if end is None:
+                    return self._tracker.output(request) if request.is_streamed else None
+                reason = end
+            except Exception as problem:  # noqa: BLE001 (a tokenizer's problem is this request's alone)
+                error = f"{type(problem).__name__}: {problem}"
+        self._tracker.note_blocks(request.request_id)
+        self._scheduler.finish(request, reason, error)
+        return self._forget(request)
+
+    # --- the rest -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End what is live, give the model its attention back, let go of the memory; a second call does nothing."""
+        self.thread.close()
+        if self._attention_before is None:
+            return
+        self._abort_all()
+        self._restore_model()
+        self._in_flight = None
+        self._groups.clear()
+        del self._pages, self._builder
+
+    def _restore_model(self) -> None:
+        assert self._attention_before is not None
+        self._runner.close()
+        self.model.set_attn_implementation(self._attention_before)
+        self._attention_before = None
+
+    def __enter__(self) -> "Engine":
+        """The engine itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def _leave(self, request: Request) -> None:
+        self._groups[request.group].retire(request)
+        self._builder.forget(request)
+
+    def _forget(self, request: Request) -> RequestOutput:
+        """The last output of a request that has ended."""
+        self._leave(request)
+        request.finished_s = time.perf_counter()
+        assert request.finish_reason is not None
+        self.metrics.observe_end(request.finish_reason)
+        return self._tracker.finish(request)
+
+    def _group_of(self, config: SparseKVConfig) -> Hashable:
+        if not isinstance(config, SparseKVConfig):
+            raise ConfigError(f"config must be a SparseKVConfig: got {config!r}")
+        key = config.to_json()
+        if key not in self._groups:
+            self._plans[key] = LayerPlan.build(config, self._shape)
+            self._groups[key] = new_group(
+                config,
+                self._plans[key],
+                self.memory,
+                self._shape.num_kv_heads,
+                self._vocab_size,
+                self.model.device,
+                self._stop_ids,
+            )
+        return key
+
+    def _sampling_params(self, params: SamplingParams | GenerationConfig | None) -> SamplingParams:
+        if isinstance(params, SamplingParams):
+            return params
+        if not isinstance(params, GenerationConfig | None):
+            raise ConfigError(f"params must be SamplingParams or a GenerationConfig: got {params!r}")
+        if params is None:
+            most = SamplingParams().max_tokens
+            return SamplingParams.from_generation_config(self.model.generation_config, self._stop_ids, max_tokens=most)
+        return SamplingParams.from_generation_config(params, self._stop_ids)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        device = self.model.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+    def _check_open(self, call: str) -> None:
+        if self._attention_before is None:
+            raise CacheError("the engine is closed: make a new one")
+        self.thread.give_way(call)
