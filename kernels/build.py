@@ -18,9 +18,11 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,9 @@ NAME = "hf_sparsekv_kernels"
 ARCHS = ("80", "89", "90a", "90+PTX")
 """Machine code for Ampere, Ada and Hopper, and code that the driver can compile for what comes after them."""
 
-MAX_JOBS = 2
+MAX_JOBS = int(os.environ.get("MAX_JOBS") or min(8, os.cpu_count() or 1))
+"""Sources compiled at once; a compiler takes up to 2 GB."""
+OLDEST_TORCH = (2, 11)
 TORCH_TARGET = "0x020b000000000000"
 """The oldest torch (2.11) whose stable ABI the bindings may use."""
 
@@ -104,11 +108,23 @@ def _candidates() -> Iterator[Path]:
 
 
 def torch_folder() -> Path:
-    """Where torch is installed, without importing it."""
+    """Where torch is installed, without importing it.
+
+    Raises:
+        BuildError: it is not, or it is older than the stable ABI.
+    """
     spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        raise BuildError("torch is not installed: its headers are needed to compile the bindings")
-    return Path(next(iter(spec.submodule_search_locations)))
+    places = [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
+    # pip hides the environment that it installs into from a build; the headers there do all the same.
+    for folder in (*places, Path(sysconfig.get_path("platlib")) / "torch"):
+        if not (folder / "version.py").is_file():
+            continue
+        release = re.search(r"__version__ = '(\d+)\.(\d+)", (folder / "version.py").read_text())
+        if release is None or (int(release[1]), int(release[2])) < OLDEST_TORCH:
+            oldest = ".".join(map(str, OLDEST_TORCH))
+            raise BuildError(f"the torch in {folder} is too old for the bindings: they need {oldest} or later")
+        return folder
+    raise BuildError("torch is not installed: its headers are needed to compile the bindings")
 
 
 def sources(only: Sequence[str] = ()) -> list[Path]:
@@ -135,7 +151,10 @@ def gencode(archs: Sequence[str]) -> list[str]:
 
 
 def build(
-    archs: Sequence[str] = ARCHS, only: Sequence[str] = (), output: Path | None = None
+    archs: Sequence[str] = ARCHS,
+    only: Sequence[str] = (),
+    output: Path | None = None,
+    say: Callable[[str], object] = lambda line: None,
 ) -> tuple[Path, list[Unit]]:
     """Compile and link the library, reusing what is up to date.
 
@@ -143,6 +162,7 @@ def build(
         archs: see `gencode`.
         only: ops to build, all if empty.
         output: where the library goes; by default under `build/`, one file per choice of archs and ops.
+        say: told, line by line, what is done; compiling everything takes minutes.
     Returns:
         the library, and its units.
     Raises:
@@ -164,9 +184,9 @@ def build(
         units.append(unit)
         if not unit.object.is_file() or not unit.log.is_file():
             commands.append((unit, [str(nvcc), *flags, "-I", str(include), "-c", str(source.relative_to(ROOT))]))
-    with ThreadPoolExecutor(MAX_JOBS) as pool:
-        for _ in pool.map(lambda item: _compile(*item), commands):
-            pass
+    if commands:
+        say(f"{nvcc}: {len(commands)} of {len(units)} sources to compile for {', '.join(archs)}, {MAX_JOBS} at once")
+    _compile_all(commands, say)
     tag = "_".join([*archs, *only])
     library = output or BUILD / "lib" / tag.replace("+", "") / f"{NAME}.so"
     _link(nvcc, [unit.object for unit in units], library)
@@ -191,6 +211,17 @@ def _digest(source: Path, extra: Sequence[str]) -> str:
         nearby = ((path.parent / name).resolve() for name in sorted(_INCLUDE.findall(text)))
         waiting += [header for header in nearby if header.is_file() and header.is_relative_to(ROOT)]
     return digest.hexdigest()[:16]
+
+
+def _compile_all(commands: Sequence[tuple[Unit, list[str]]], say: Callable[[str], object]) -> None:
+    start = time.monotonic()
+    with ThreadPoolExecutor(MAX_JOBS) as pool:
+        running = {pool.submit(_compile, unit, command): unit for unit, command in commands}
+        for count, future in enumerate(as_completed(running), start=1):
+            if future.exception() is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+            future.result()
+            say(f"[{count}/{len(commands)}] {running[future].source.name}, {time.monotonic() - start:.0f} s so far")
 
 
 def _compile(unit: Unit, command: Sequence[str]) -> None:
@@ -317,7 +348,9 @@ def main() -> int:
     options = parser.parse_args()
     only = [op for op in options.only.split(",") if op]
     try:
-        library, units = build(options.archs.split(","), only, options.output)
+        library, units = build(
+            options.archs.split(","), only, options.output, lambda line: print(line, file=sys.stderr)
+        )
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1

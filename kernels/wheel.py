@@ -20,13 +20,14 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent
 NAME = "hf_sparsekv_kernels"
 
-_INIT = '''"""The compiled kernels of hf_sparsekv. Importing this loads nothing: hf_sparsekv does, when it uses them."""
+INIT = '''"""The compiled kernels of hf_sparsekv. Importing this loads nothing: hf_sparsekv does, when it uses them."""
 
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("hf_sparsekv_kernels.so")
 """For `torch.ops.load_library`; its ops are then `torch.ops.hf_sparsekv_kernels`."""
 '''
+"""The package that comes with the library, here and in a wheel of hf_sparsekv that was built with kernels."""
 
 
 def load_build() -> ModuleType:
@@ -55,7 +56,7 @@ def write_wheel(library: Path, folder: Path, version: str, tag: str) -> Path:
     metadata += "Summary: CUDA kernels of hf-sparsekv\nLicense: Apache-2.0\nRequires-Dist: torch>=2.11\n"
     wheel = f"Wheel-Version: 1.0\nGenerator: wheel.py\nRoot-Is-Purelib: false\nTag: py3-none-{tag}\n"
     files = {
-        f"{NAME}/__init__.py": _INIT.encode(),
+        f"{NAME}/__init__.py": INIT.encode(),
         f"{NAME}/{NAME}.so": library.read_bytes(),
         f"{info}/METADATA": metadata.encode(),
         f"{info}/WHEEL": wheel.encode(),

@@ -13,7 +13,9 @@ import torch
 import transformers
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from hf_sparsekv import __version__
 from hf_sparsekv.errors import ConfigError
@@ -39,7 +41,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     for title in ("software", "hardware", "built-in model"):
         table = Table(title=title, show_header=False, title_justify="left")
         for name, value in facts[title].items():
-            table.add_row(name, str(value))
+            table.add_row(name, Text(str(value)))  # a folder may be called [bold]
         console.print(table)
     _print_attention(console, facts["attention"])
     table = Table(title="other ops", title_justify="left")
@@ -48,7 +50,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         table.add_column(device)
     table.add_column("compiled kernel")
     for op, kernel in facts["kernels"].items():
-        table.add_row(op, *[facts["ops"][device][op] for device in facts["ops"]], kernel)
+        table.add_row(op, *[facts["ops"][device][op] for device in facts["ops"]], Text(kernel))
     console.print(table)
 
 
@@ -99,8 +101,8 @@ def _print_attention(console: Console, facts: dict[str, Any]) -> None:
     console.print(table)
     for device, cases in facts["chosen"].items():
         for case, name in cases.items():
-            console.print(f"{device}, {case}: [bold]{name}[/bold]", highlight=False)
-    console.print(f"{BACKEND_VARIABLE}: {facts[BACKEND_VARIABLE]}", highlight=False)
+            console.print(f"{device}, {case}: [bold]{escape(name)}[/bold]", highlight=False)
+    console.print(f"{BACKEND_VARIABLE}: {facts[BACKEND_VARIABLE]}", highlight=False, markup=False)
 
 
 def _backend_facts(backend: Backend) -> dict[str, Any]:

@@ -24,7 +24,7 @@ COMPILED: dict[str, tuple[str, Mapping[str, str]]] = {
 }
 """Per op of ours: the compiled op, and the arguments that it calls by another name."""
 
-_REFUSAL = re.compile(r"^hf_sparsekv_kernels\.\w+: argument ([^\n]*)")
+_REFUSAL = re.compile(r"hf_sparsekv_kernels\.\w+: argument ([^\n]*)")
 
 
 def launchers(namespace: Any, library: str) -> SimpleNamespace:
@@ -59,7 +59,7 @@ def launcher(op: str, compiled: Callable[..., None], renamed: Mapping[str, str])
         try:
             compiled(*args)
         except RuntimeError as error:
-            refusal = _REFUSAL.match(str(error))
+            refusal = _REFUSAL.search(str(error))
             if refusal is None:
                 raise
             told = re.sub(r"`(\w+)`", lambda name: f"`{renamed.get(name[1], name[1])}`", refusal[1])

@@ -15,23 +15,16 @@ pages nor the new token nor scores. `vs FA2` is its graph time over ours.
 Shapes: B request, H query head, K KV head, n slots per request, D head dim.
 """
 
-import argparse
 import functools
-import importlib.util
-import json
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
+from timing import COLD_BYTES, Machine, cold_us, in_graph_us, load_ops, new_parser, start
 from torch import Tensor
 
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 32, 8, 128, 16
 SCALE = DIM**-0.5
-COLD_BYTES = 256 * 2**20
-"""More than any L2: written between launches, or spread over the inputs of a graph."""
 
 CASES = [(batch, slots) for slots in (512, 1024, 4096) for batch in (1, 8, 16, 64)] + [(256, 512)]
 
@@ -42,19 +35,6 @@ TARGET_US = {
     ("attention", 64, 4096): 265.0,
 }
 """By (op, B, n), for one H200."""
-
-cuda: Any = torch.cuda
-"""torch leaves its events and streams without types."""
-
-
-@functools.cache
-def load_ops() -> Any:
-    """The kernels, through `kernels/build.py`; `kernels` is a folder of sources, not a package."""
-    spec = importlib.util.spec_from_file_location("kernels_build", Path(__file__).parents[1] / "build.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.load()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,54 +119,6 @@ def make_inputs(batch: int, slots: int) -> Inputs:
     )
 
 
-def median_us(launch: Callable[[], object]) -> float:
-    """Median of single launches, L2 flushed before each; the flush also lets the host run ahead."""
-    flush = torch.empty(COLD_BYTES, dtype=torch.uint8, device="cuda")
-    times = []
-    for _ in range(60):
-        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        flush.zero_()
-        start.record()
-        launch()
-        end.record()
-        times.append((start, end))
-    cuda.synchronize()
-    return float(statistics.median(start.elapsed_time(end) * 1e3 for start, end in times[10:]))
-
-
-def graph_us(launches: Sequence[Callable[[], object]]) -> float:
-    """Mean time of a launch when all run one after the other in one graph."""
-    stream = cuda.Stream()
-    stream.wait_stream(cuda.current_stream())
-    with cuda.stream(stream):
-        for launch in launches[:2]:
-            launch()
-    cuda.current_stream().wait_stream(stream)
-    repeats = max(1, 40 // len(launches))
-    graph = cuda.CUDAGraph()
-    with cuda.graph(graph):
-        for _ in range(repeats):
-            for launch in launches:
-                launch()
-    start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-    graph.replay()
-    times = []
-    for _ in range(7):
-        start.record()
-        graph.replay()
-        end.record()
-        cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return float(statistics.median(times)) / (repeats * len(launches))
-
-
-def copy_bytes_per_us() -> float:
-    """Bandwidth of a large copy, bytes read plus bytes written."""
-    source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    return 2 * source.numel() * 2 / median_us(lambda: target.copy_(source))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One line of the table."""
@@ -218,28 +150,28 @@ HEADER = (
 )
 
 
-def time_case(batch: int, slots: int, splits: Sequence[int], copy_rate: float) -> list[Row]:
+def time_case(batch: int, slots: int, splits: Sequence[int], machine: Machine) -> list[Row]:
     """Both ops of one size; `splits` besides the automatic choice."""
     kv_bytes = batch * KV_HEADS * slots * 4 * DIM
     copies = max(2, -(-COLD_BYTES // kv_bytes))
     inputs = [make_inputs(batch, slots) for _ in range(copies)]
-    flash = median_us(inputs[0].run_flash), graph_us([one.run_flash for one in inputs])
+    flash = cold_us(inputs[0].run_flash), in_graph_us([one.run_flash for one in inputs])
     rows = []
     for op in ("step", "attention"):
         num_bytes = kv_bytes + (12 * batch * KV_HEADS * slots if op == "step" else 0)
         for num_splits in (0, *splits):
             launches = [functools.partial(getattr(one, f"run_{op}"), num_splits) for one in inputs]
-            inside_graph = graph_us(launches)
+            inside_graph = in_graph_us(launches)
             rows.append(
                 Row(
                     op=op,
                     batch=batch,
                     slots=slots,
                     splits=str(num_splits) if num_splits else "auto",
-                    us=median_us(launches[0]),
+                    us=cold_us(launches[0]),
                     graph_us=inside_graph,
                     megabytes=num_bytes / 1e6,
-                    copy_percent=100 * num_bytes / inside_graph / copy_rate,
+                    copy_percent=machine.copy_percent(num_bytes, inside_graph),
                     flash_us=flash[0],
                     flash_graph_us=flash[1],
                     target_us=TARGET_US.get((op, batch, slots)),
@@ -250,28 +182,22 @@ def time_case(batch: int, slots: int, splits: Sequence[int], copy_rate: float) -
 
 def main() -> None:
     """Command line, see this module's docstring."""
-    parser = argparse.ArgumentParser(description="Benchmark of decode_step and decode_attention.")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser = new_parser("Benchmark of decode_step and decode_attention.")
     parser.add_argument("--splits", default="", help="comma-separated numbers of splits to time besides the automatic")
     parser.add_argument("--cases", default="", help="comma-separated BxN, such as 64x512; default all")
     options = parser.parse_args()
     splits = [int(text) for text in options.splits.split(",") if text]
     chosen = [tuple(map(int, text.split("x"))) for text in options.cases.split(",") if text]
-    torch.manual_seed(0)
-    copy_rate = copy_bytes_per_us()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {copy_rate / 1e6:.2f} TB/s")
-    nothing = torch.zeros(1, device="cuda")
-    print(f"empty: {median_us(lambda: nothing.zero_()):.1f} us, in a graph {graph_us([nothing.zero_] * 20):.1f} us")
+    machine = start()
     print(HEADER)
     rows = []
     for batch, slots in chosen or CASES:
-        for row in time_case(batch, slots, splits, copy_rate):
+        for row in time_case(batch, slots, splits, machine):
             print(row.line(), flush=True)
             rows.append(asdict(row))
         torch.cuda.empty_cache()
-    if options.json:
-        result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_bytes_per_us": copy_rate}
-        options.json.write_text(json.dumps({**result, "rows": rows}, indent=1))
+    if options.json is not None:
+        machine.write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -17,42 +17,20 @@ The alternatives are PyTorch, eager, both from the same inputs:
 Shapes: B request, H query head, K KV head, A scored rows, N keys, D head dim.
 """
 
-import argparse
 import functools
-import importlib.util
-import json
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
+from timing import COLD_BYTES, Machine, cold_us, in_graph_us, load_ops, new_parser, start
 from torch import Tensor
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SCALE = DIM**-0.5
-COLD_BYTES = 256 * 2**20
-"""More than any L2: written between launches, or spread over the inputs of a graph."""
-
 TARGET_US = {(1, 5000, 32): 8.0, (1, 5000, 256): 30.0, (1, 32768, 32): 25.0}
 """By (B, N, A), for one H200: with keys in the L2 for 5000 of them, from device memory for 32,768."""
 
 PROBLEMS = [(1, n, a) for n in (5000, 32768) for a in (8, 32, 64, 256)] + [(8, 5000, 32), (1, 1000, 32)]
-
-
-cuda: Any = torch.cuda
-"""torch leaves its events and streams without types."""
-
-
-@functools.cache
-def load_ops() -> Any:
-    """The kernels, through `kernels/build.py`; `kernels` is a folder of sources, not a package."""
-    spec = importlib.util.spec_from_file_location("kernels_build", Path(__file__).parents[1] / "build.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.load()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,50 +129,6 @@ def make_inputs(batch: int, num_keys: int, num_rows: int, paged: bool) -> Inputs
     return inputs
 
 
-def cold_us(launch: Callable[[], object], repeats: int = 50) -> float:
-    """Median of single launches behind an L2 flush, between two events."""
-    flush = torch.empty(COLD_BYTES, dtype=torch.uint8, device="cuda")
-    pairs = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for _ in range(3):
-        launch()
-    for start, end in pairs:
-        flush.zero_()
-        start.record()
-        launch()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(float(start.elapsed_time(end)) * 1e3 for start, end in pairs)
-
-
-def graph_us(launches: Sequence[Callable[[], object]], replays: int = 20) -> float:
-    """Mean of one launch inside a graph of them all; the L2 is cold if their inputs together exceed it."""
-    stream = cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        launches[0]()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    graph.replay()
-    start, end = (cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(replays):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) * 1e3 / (replays * len(launches))
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second of a large device copy, read plus written."""
-    source = torch.empty(2**30, dtype=torch.bfloat16, device="cuda").normal_()
-    target = torch.empty_like(source)
-    seconds = cold_us(lambda: target.copy_(source), repeats=10) / 1e6
-    return 2 * source.numel() * source.element_size() / seconds
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One line of the table; times in microseconds."""
@@ -228,7 +162,7 @@ def relative_error(inputs: Inputs) -> float:
     return float((actual - expected).abs().max() / expected.max())
 
 
-def measure(batch: int, num_keys: int, num_rows: int, bandwidth: float) -> list[Row]:
+def measure(batch: int, num_keys: int, num_rows: int, machine: Machine) -> list[Row]:
     """All ops on one problem."""
     num_sets = max(2, -(-COLD_BYTES // (batch * num_keys * KV_HEADS * DIM * 2)))
     dense = [make_inputs(batch, num_keys, num_rows, paged=False) for _ in range(num_sets)]
@@ -248,8 +182,8 @@ def measure(batch: int, num_keys: int, num_rows: int, bandwidth: float) -> list[
     rows = []
     for name, sets, method, num_bytes in ops:
         us = cold_us(functools.partial(method, sets[0]))
-        in_graph = graph_us([functools.partial(method, inputs) for inputs in sets])
-        warm_us = graph_us([functools.partial(method, sets[0])] * len(sets))
+        in_graph = in_graph_us([functools.partial(method, inputs) for inputs in sets])
+        warm_us = in_graph_us([functools.partial(method, sets[0])] * len(sets))
         is_score = name == "score"
         rows.append(
             Row(
@@ -261,7 +195,7 @@ def measure(batch: int, num_keys: int, num_rows: int, bandwidth: float) -> list[
                 graph_us=in_graph,
                 warm_us=warm_us,
                 num_bytes=num_bytes,
-                copy_percent=100 * num_bytes / (in_graph * 1e-6) / bandwidth,
+                copy_percent=machine.copy_percent(num_bytes, in_graph),
                 target_us=TARGET_US.get((batch, num_keys, num_rows)) if name.startswith("score") else None,
                 softmax_us=softmax_us if is_score else None,
                 lse_us=lse_us if is_score else None,
@@ -291,30 +225,15 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 def main() -> None:
     """Command line, see this module's docstring."""
-    parser = argparse.ArgumentParser(description="Benchmark the score kernels.")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("the kernels run on a CUDA GPU only")
-    torch.manual_seed(0)
-    bandwidth = copy_bandwidth()
-    empty_us = cold_us(lambda: None)
-    gpu = torch.cuda.get_device_name()
-    print(f"{gpu}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} TB/s, empty {empty_us:.1f} us")
+    options = new_parser("Benchmark the score kernels.").parse_args()
+    machine = start()
     rows = []
     for batch, num_keys, num_rows in PROBLEMS:
-        rows += measure(batch, num_keys, num_rows, bandwidth)
+        rows += measure(batch, num_keys, num_rows, machine)
         torch.cuda.empty_cache()
     print_rows(rows)
     if options.json is not None:
-        figures = {
-            "gpu": gpu,
-            "torch": torch.__version__,
-            "copy_bytes_per_s": bandwidth,
-            "empty_us": empty_us,
-            "rows": [asdict(row) | {"speedup": row.speedup} for row in rows],
-        }
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        machine.write_json(options.json, [asdict(row) | {"speedup": row.speedup} for row in rows])
 
 
 if __name__ == "__main__":

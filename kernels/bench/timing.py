@@ -20,6 +20,8 @@ import torch
 COLD_BYTES = 256 * 2**20
 """More than any L2: written between launches, or spread over the inputs of a graph."""
 
+MIN_GRAPH_LAUNCHES = 40
+
 cuda: Any = torch.cuda
 """torch leaves its events and streams without types."""
 
@@ -51,6 +53,7 @@ def cold_us(launch: Callable[[], object], repeats: int = 50) -> float:
 
 def in_graph_us(launches: Sequence[Callable[[], object]], replays: int = 20) -> float:
     """Mean microseconds of one of the launches, whose inputs together should exceed the L2."""
+    rounds = max(1, MIN_GRAPH_LAUNCHES // len(launches))  # so that starting the graph does not count
     stream = cuda.Stream()
     stream.wait_stream(cuda.current_stream())
     with cuda.stream(stream):
@@ -58,7 +61,7 @@ def in_graph_us(launches: Sequence[Callable[[], object]], replays: int = 20) -> 
     cuda.current_stream().wait_stream(stream)
     graph = cuda.CUDAGraph()
     with cuda.graph(graph):
-        for launch in launches:
+        for launch in [*launches] * rounds:
             launch()
     graph.replay()
     start, end = (cuda.Event(enable_timing=True) for _ in range(2))
@@ -67,7 +70,7 @@ def in_graph_us(launches: Sequence[Callable[[], object]], replays: int = 20) -> 
         graph.replay()
     end.record()
     cuda.synchronize()
-    return float(start.elapsed_time(end)) * 1e3 / (replays * len(launches))
+    return float(start.elapsed_time(end)) * 1e3 / (replays * rounds * len(launches))
 
 
 def copy_bandwidth() -> float:
@@ -113,30 +116,64 @@ def measure(
     )
 
 
-def run(description: str, rows_of: Callable[[], list[Row]]) -> None:
-    """A benchmark's command line: measure, print the table, write it as JSON when asked."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What the figures of a run relate to."""
+
+    gpu: str
+    torch: str
+    copy_bytes_per_s: float
+    empty_us: float
+    """Two events with nothing between them."""
+
+    def copy_percent(self, num_bytes: int, us: float) -> float:
+        """Bandwidth of a launch, in percent of a large device copy's."""
+        return 100 * num_bytes / (us * 1e-6) / self.copy_bytes_per_s
+
+    def write_json(self, path: Path, rows: Sequence[dict[str, Any]]) -> None:
+        """The whole run."""
+        path.write_text(json.dumps({**asdict(self), "rows": rows}, indent=2) + "\n")
+
+
+def new_parser(description: str) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    options = parser.parse_args()
+    return parser
+
+
+def start() -> Machine:
+    """Seed, measure the machine, and print the first line; ends the program where there is no GPU."""
     if not torch.cuda.is_available():
         raise SystemExit("the kernels run on a CUDA GPU only")
     torch.manual_seed(0)
-    bandwidth, empty_us = copy_bandwidth(), cold_us(lambda: None)
-    gpu = torch.cuda.get_device_name()
-    print(f"{gpu}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} TB/s, empty {empty_us:.1f} us")
+    machine = Machine(
+        gpu=torch.cuda.get_device_name(),
+        torch=str(torch.__version__),
+        copy_bytes_per_s=copy_bandwidth(),
+        empty_us=cold_us(lambda: None),
+    )
+    copy, empty = machine.copy_bytes_per_s / 1e12, machine.empty_us
+    print(f"{machine.gpu}, torch {machine.torch}: copy {copy:.2f} TB/s, empty {empty:.1f} us")
+    return machine
+
+
+def run(description: str, rows_of: Callable[[], list[Row]]) -> None:
+    """A benchmark's command line: measure, print the table, write it as JSON when asked."""
+    options = new_parser(description).parse_args()
+    machine = start()
     rows = rows_of()
-    print_rows(rows, bandwidth)
+    print_rows(rows, machine)
     if options.json is not None:
-        figures = {"gpu": gpu, "torch": torch.__version__, "copy_bytes_per_s": bandwidth, "empty_us": empty_us}
-        options.json.write_text(json.dumps({**figures, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+        machine.write_json(options.json, [asdict(row) for row in rows])
 
 
-def print_rows(rows: Sequence[Row], bandwidth: float) -> None:
+def print_rows(rows: Sequence[Row], machine: Machine) -> None:
     """The table; `copy %` relates bytes / graph us to a large device copy."""
     times = f"{'us':>9}{'graph us':>10}{'target':>8}"
     print(f"{'op':18}{'problem':34}{times}{'MB':>9}{'copy %':>8}{'torch us':>10}{'ratio':>7}")
     for row in rows:
-        percent = 100 * row.num_bytes / (row.graph_us * 1e-6) / bandwidth
+        percent = machine.copy_percent(row.num_bytes, row.graph_us)
         target = "-" if row.target_us is None else f"{row.target_us:.0f}"
         line = f"{row.op:18}{row.problem:34}{row.us:>9.1f}{row.graph_us:>10.1f}{target:>8}{row.num_bytes / 1e6:>9.2f}"
         line += f"{percent:>8.1f}"

@@ -65,10 +65,14 @@ def test_compiled_layers_agree_with_eager_ones() -> None:
 
 
 def test_compiled_layers_in_graphs_give_what_they_give_without() -> None:
+    """In one engine: compiling anew may tune a reduction another way, which then rounds differently."""
     model = model_of(torch.bfloat16)
-    for batch in (1, 2):  # without padding: other batch sizes make other matrix kernels, which round differently
-        expected = tokens(model, CONFIG, compile=True, max_num_seqs=batch)
-        assert tokens(model, CONFIG, compile=True, cuda_graphs=True, max_num_seqs=batch) == expected
+    options = EngineConfig(kv_memory_bytes=MEMORY, max_num_seqs=2, compile=True, cuda_graphs=True)
+    with Engine(model, CONFIG, options) as engine:
+        replayed = [output.token_ids for output in engine.generate(prompts(), GREEDY)]
+        assert engine._runner._graphs is not None
+        engine._runner._graphs = None
+        assert [output.token_ids for output in engine.generate(prompts(), GREEDY)] == replayed
 
 
 def test_graphs_where_no_kernel_fits_are_refused_when_asked_for() -> None:

@@ -1,6 +1,7 @@
 """What the compiled ops refuse reaches the caller as an InputError that uses our names."""
 
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -80,10 +81,15 @@ def test_a_file_that_is_no_library_is_refused(monkeypatch, tmp_path):
 
 
 def test_a_package_without_a_library_is_no_library(monkeypatch, tmp_path):
-    (tmp_path / "hf_sparsekv_kernels").mkdir()
+    (tmp_path / kernels.PACKAGE).mkdir()
+    (tmp_path / kernels.PACKAGE / "__init__.py").touch()
     monkeypatch.delenv(kernels.LIBRARY_VARIABLE, raising=False)
+    monkeypatch.delitem(sys.modules, kernels.PACKAGE, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert kernels.find_library() is None
+    try:
+        assert kernels.find_library() is None
+    finally:
+        sys.modules.pop(kernels.PACKAGE, None)
 
 
 @pytest.mark.parametrize(("q", "pool"), [((2, 8), (2, 2, 4, 8)), ((2, 8, 8), (2, 4, 8)), ((2, 8, 8), (2, 0, 4, 8))])
