@@ -4,13 +4,15 @@
     python evals/decode_speed.py --shape llama3-8b --device cuda             random weights, on a GPU
 
 Both caches get the same random token ids. Each figure is the median of `--repeats` runs after one that is not counted;
-the two caches take turns, so that a slow moment of the machine hits both. Scoring is timed around the selection of
-every window layer; its extra memory is the allocator's peak above what was held before, in a run of its own.
+the two caches take turns, so that a slow moment of the machine hits both. The figures of every run are
+kept. Scoring is timed around the selection of every window layer; its extra memory is the allocator's peak above what
+was held before, in a run of its own.
 """
 
 import argparse
 import json
 import statistics
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import hf_sparsekv as skv
@@ -134,53 +137,71 @@ def one_run(model: Any, ids: torch.Tensor, cache: Any, new_tokens: int, device: 
     return {"prefill_s": prefilled - start, "decode_s": time.perf_counter() - prefilled}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Every figure of the report."""
-    model = load(args)
-    ids = torch.randint(0, model.config.vocab_size, (1, args.context), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(args.device)
-    config = skv.SparseKVConfig(num_full_layers=args.num_full_layers, budget=args.budget, scorer=args.scorer)
-    skv.register()
+def take_turns(model: Any, ids: torch.Tensor, config: skv.SparseKVConfig, args: argparse.Namespace) -> dict[str, Any]:
+    """Every run of both caches and of the scoring, and what the last of each held."""
     runs: dict[str, list[dict[str, float]]] = {"dense": [], "sparse": []}
     scoring_seconds = []
+    bar = tqdm(total=2 * (args.repeats + 1) + 1, unit="run", desc=f"{args.context} tokens")  # on stderr
     for repeat in range(args.repeats + 1):
+        bar.set_postfix_str("dense" if repeat else "dense, warming up")
         model.set_attn_implementation("sdpa")
         dense_cache = DynamicCache(config=model.config)
         dense = one_run(model, ids, dense_cache, args.new_tokens, args.device)
         dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in dense_cache.layers)
         del dense_cache
+        bar.update()
+        bar.set_postfix_str("sparse" if repeat else "sparse, warming up")
         model.set_attn_implementation("sparsekv")
         cache, scoring = skv.SparseKVCache(model.config, config, prompt_length=args.context), Scoring(args.device)
         with scoring.watched(memory=False):
             sparse = one_run(model, ids, cache, args.new_tokens, args.device)
+        bar.update()
         if repeat:  # the first run warms up
             runs["dense"].append(dense)
             runs["sparse"].append(sparse)
             scoring_seconds.append(scoring.seconds)
+    bar.set_postfix_str("memory of scoring")
     memory = Scoring(args.device)
     with memory.watched(memory=True):
         one_run(model, ids, skv.SparseKVCache(model.config, config, prompt_length=args.context), 1, args.device)
-    planned = cache.plan.total_bytes(
-        args.context + args.new_tokens, element_bytes=model.dtype.itemsize, prompt_length=args.context
-    )
-    result = {
-        name: {
-            "prefill_s": statistics.median(run["prefill_s"] for run in of),
-            "decode_tokens_per_s": args.new_tokens / statistics.median(run["decode_s"] for run in of),
-        }
-        for name, of in runs.items()
-    }
-    scoring_s = statistics.median(scoring_seconds)
+    bar.update()
+    bar.close()
     return {
-        **result,
-        "decode_speedup": result["sparse"]["decode_tokens_per_s"] / result["dense"]["decode_tokens_per_s"],
-        "scoring_s": scoring_s,
-        "scoring_share_of_dense_prefill": scoring_s / result["dense"]["prefill_s"],
+        "runs": {**runs, "scoring_s": scoring_seconds},
         "scoring_extra_bytes": memory.extra_bytes,
         "cache_bytes": cache.nbytes,
-        "planned_bytes": planned,
+        "planned_bytes": cache.plan.total_bytes(
+            args.context + args.new_tokens, element_bytes=model.dtype.itemsize, prompt_length=args.context
+        ),
         "dense_cache_bytes": dense_bytes,
+    }
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Every figure of the report."""
+    torch.manual_seed(args.seed)
+    model = load(args)
+    generator = torch.Generator().manual_seed(args.seed)
+    ids = torch.randint(0, model.config.vocab_size, (1, args.context), generator=generator).to(args.device)
+    config = skv.SparseKVConfig(num_full_layers=args.num_full_layers, budget=args.budget, scorer=args.scorer)
+    skv.register()
+    taken = take_turns(model, ids, config, args)
+    medians = {
+        name: {
+            "prefill_s": statistics.median(run["prefill_s"] for run in taken["runs"][name]),
+            "decode_tokens_per_s": args.new_tokens / statistics.median(run["decode_s"] for run in taken["runs"][name]),
+        }
+        for name in ("dense", "sparse")
+    }
+    scoring_s = statistics.median(taken["runs"]["scoring_s"])
+    return {
+        **medians,
+        "decode_speedup": medians["sparse"]["decode_tokens_per_s"] / medians["dense"]["decode_tokens_per_s"],
+        "scoring_s": scoring_s,
+        "scoring_share_of_dense_prefill": scoring_s / medians["dense"]["prefill_s"],
+        **taken,
         "settings": vars(args),
+        "commit": commit(),
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -188,6 +209,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         },
         "device": torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
     }
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with a + where files differ from it; None outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + "+" * bool(changed.strip())
 
 
 def main() -> None:
@@ -203,6 +235,7 @@ def main() -> None:
     parser.add_argument("--scorer", default="snapkv")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0, help="of the token ids, and of random weights")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     result = measure(args)

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 from hf_sparsekv.errors import InputError
@@ -104,9 +106,10 @@ def convert_gguf(source: ModelSource, gguf: Path, folder: Path, progress: Progre
 
     progress("converting to safetensors (about half a minute)")
     where, name = str(gguf.parent), gguf.name
-    model = AutoModelForCausalLM.from_pretrained(
-        where, gguf_file=name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-    )
+    with redirect_stderr(StringIO()):  # transformers draws bars of its own, not all of which it can be told to leave
+        model = AutoModelForCausalLM.from_pretrained(
+            where, gguf_file=name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        )
     special = {
         "bos_token_id": source.bos_token_id,
         "eos_token_id": source.eos_token_id,
@@ -115,9 +118,9 @@ def convert_gguf(source: ModelSource, gguf: Path, folder: Path, progress: Progre
     for option, value in special.items():
         setattr(model.config, option, value)
     model.generation_config = GenerationConfig(**special)
-    model.save_pretrained(folder)
-
-    tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
+    with redirect_stderr(StringIO()):
+        model.save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
     # Some transformers releases read the wrong end-of-turn token and no pad token out of this file.
     tokenizer.bos_token = tokenizer.convert_ids_to_tokens(source.bos_token_id)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(source.eos_token_id)

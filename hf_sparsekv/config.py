@@ -4,22 +4,41 @@ A configuration knows no model: which layers exist and what they cost is `hf_spa
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Any
+from sys import float_info
+from typing import Any, Self, TypeGuard
 
-from hf_sparsekv.errors import ConfigError
+from hf_sparsekv.errors import ConfigError, shown
+from hf_sparsekv.ops.reference.select import MAX_POOL_WIDTH
 from hf_sparsekv.scorers import Pooling, Scorer, build_scorer, describe_scorer
+from hf_sparsekv.scorers.base import DECODE_MODES, POOLINGS, REDUCTIONS
+from hf_sparsekv.scorers.checks import MAX_COUNT, check_int
 
 BUDGET_SHAPES = ("uniform", "pyramid")
-DECODE_MODES = ("replace_lowest", "ring", "grow")
-POOLINGS = ("avg", "max", "forward", "none")
-REDUCTIONS = ("mean", "max")
-MAX_POOL_WIDTH = 41
 DEFAULT_NUM_FULL_LAYERS = 3
 
 Budget = int | float | tuple[int | float, ...]
+
+
+class FrozenOptions(Mapping[str, Any]):
+    """A scorer's options, which nobody can change: they were checked."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return repr(self._values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +59,8 @@ class SparseKVConfig:
     """Tokens that a window layer keeps per request: an int; a float in (0, 1) = that fraction of the prompt; or a
     sequence with one of these for each window layer, from the bottom."""
     budget_shape: str = "uniform"
-    """"uniform", or "pyramid": budgets fall linearly with depth, their sum unchanged (PyramidKV, 2406.02069)."""
+    """"uniform", or "pyramid": budgets fall linearly with depth, their sum unchanged (PyramidKV, 2406.02069).
+    Fractions fall less steeply where the bottom layer would otherwise keep more than the whole prompt."""
     pyramid_beta: float | None = None
     """Steepness of the pyramid: the top layer's scored tokens are the mean divided by it. Default 20."""
     num_sink_tokens: int = 4
@@ -67,22 +87,32 @@ class SparseKVConfig:
     decay: float | None = None
     """Weight of the old score in each decode step, in [0, 1]. Default 1 - 1 / observation_window."""
 
+    def __new__(cls, *args: object, **options: object) -> Self:
+        """Refuse unknown names in the words of `from_dict`: a misspelled option deserves a hint."""
+        _check_names(options, [f.name for f in fields(cls)])
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Normalise sequences, resolve the scorer, and check every option."""
         set_ = object.__setattr__
         if self.full_layers is not None:
             set_(self, "full_layers", _int_tuple("full_layers", self.full_layers))
-        if isinstance(self.budget, Sequence) and not isinstance(self.budget, str):
+        if _is_list(self.budget):
             set_(self, "budget", tuple(self.budget))
         if not isinstance(self.scorer_options, Mapping):
-            raise ConfigError(f"scorer_options must be a mapping of names to values: got {self.scorer_options!r}")
-        set_(self, "scorer_options", dict(self.scorer_options))
+            raise ConfigError(f"scorer_options must be a mapping of names to values: got {shown(self.scorer_options)}")
+        set_(self, "scorer_options", FrozenOptions(self.scorer_options))
         set_(self, "_scorer", build_scorer(self.scorer, self.scorer_options))
         self._check_layers()
         self._check_tokens()
         self._check_budget()
         self._check_scoring()
         self._check_decode()
+
+    def __hash__(self) -> int:
+        """By every option but the scorer's, which may hold anything."""
+        parts = (getattr(self, f.name) for f in fields(self) if f.name not in ("scorer", "scorer_options"))
+        return hash((self.scorer_object.name, *parts))
 
     # --- what the options amount to -------------------------------------------------------------------------------
 
@@ -131,22 +161,30 @@ class SparseKVConfig:
 
     # --- JSON -----------------------------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
-        """All options as JSON-able values; an own scorer object must be registered first."""
+    def to_dict(self, *, must_be_registered: bool = True) -> dict[str, Any]:
+        """All options as JSON-able values, for `from_dict`.
+
+        Args:
+            must_be_registered: refuse a scorer object that no name leads back to; else it is named all the same, and
+                `from_dict` takes the result once its class is registered.
+        Raises:
+            ConfigError: a scorer object that had to be registered and is not.
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["scorer_options"] = dict(self.scorer_options)  # the caller may change what it gets
         if not isinstance(self.scorer, str):
-            described = describe_scorer(self.scorer)
+            described = describe_scorer(self.scorer, must_be_registered=must_be_registered)
             values["scorer"], values["scorer_options"] = described["name"], described["options"]
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
     def effective(self) -> dict[str, Any]:
-        """What is in force, defaults resolved, as JSON-able values; an unregistered scorer appears by its repr."""
+        """What is in force, defaults resolved, as JSON-able values."""
         scorer, (decay, gain) = self.scorer_object, self.decode_weights
+        described = describe_scorer(scorer, must_be_registered=False)
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {
-            "scorer": scorer.name,
-            "scorer_options": repr(scorer),
+            "scorer": described["name"],
+            "scorer_options": described["options"],
             "pooling": self.pool.kind,
             "pool_kernel_size": self.pool.width,
             "row_reduction": self.rows if scorer.uses_row_reduction else None,
@@ -160,12 +198,9 @@ class SparseKVConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SparseKVConfig":
         """The inverse of `to_dict`; unknown names raise ConfigError."""
-        known = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in known:
-                close = get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(known)}"
-                raise ConfigError(f"unknown option {name!r}: {hint}")
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"a configuration is a mapping of option names to values: got {shown(values)}")
+        _check_names(values, [f.name for f in fields(cls)])
         return cls(**values)
 
     def to_json(self) -> str:
@@ -173,15 +208,9 @@ class SparseKVConfig:
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
-    def from_json(cls, text: str) -> "SparseKVConfig":
+    def from_json(cls, text: str | bytes) -> "SparseKVConfig":
         """The inverse of `to_json`."""
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"not a configuration: invalid JSON ({error})") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"not a configuration: a JSON object is needed, got {type(values).__name__}")
-        return cls.from_dict(values)
+        return cls.from_dict(parse_json_object(text, "a configuration"))
 
     def with_(self, **changes: Any) -> "SparseKVConfig":
         """A copy with some options changed, checked again."""
@@ -192,19 +221,20 @@ class SparseKVConfig:
     def _check_layers(self) -> None:
         if self.num_full_layers is not None and self.full_layers is not None:
             raise ConfigError(
-                f"give num_full_layers or full_layers, not both: got {self.num_full_layers=} and {self.full_layers=}"
+                f"give num_full_layers or full_layers, not both: got num_full_layers={shown(self.num_full_layers)} and "
+                f"full_layers={shown(self.full_layers)}"
             )
         if self.num_full_layers is None and self.full_layers is None:
             object.__setattr__(self, "num_full_layers", DEFAULT_NUM_FULL_LAYERS)
         if self.num_full_layers is not None:
-            _check_int("num_full_layers", self.num_full_layers, at_least=0)
+            check_int("num_full_layers", self.num_full_layers, at_least=0)
         elif self.full_layers and (min(self.full_layers) < 0 or len(set(self.full_layers)) != len(self.full_layers)):
             raise ConfigError(f"full_layers must be distinct layer indices from 0 up: got {list(self.full_layers)}")
 
     def _check_tokens(self) -> None:
-        _check_int("num_sink_tokens", self.num_sink_tokens, at_least=0)
-        _check_int("num_recent_tokens", self.num_recent_tokens, at_least=1)
-        _check_int("observation_window", self.observation_window, at_least=1)
+        check_int("num_sink_tokens", self.num_sink_tokens, at_least=0)
+        check_int("num_recent_tokens", self.num_recent_tokens, at_least=1)
+        check_int("observation_window", self.observation_window, at_least=1)
         if self.observation_window > self.num_recent_tokens:
             raise ConfigError(
                 f"observation_window={self.observation_window} is larger than num_recent_tokens="
@@ -213,13 +243,12 @@ class SparseKVConfig:
             )
 
     def _check_budget(self) -> None:
-        if self.budget_shape not in BUDGET_SHAPES:
-            raise ConfigError(f"unknown budget_shape {self.budget_shape!r}: choose one of {', '.join(BUDGET_SHAPES)}")
+        _check_choice("budget_shape", self.budget_shape, BUDGET_SHAPES, is_optional=False)
         if self.pyramid_beta is not None:
             if self.budget_shape != "pyramid":
-                raise ConfigError(f"pyramid_beta={self.pyramid_beta} has no effect with budget_shape='uniform'")
-            if not _is_number(self.pyramid_beta) or not self.pyramid_beta >= 1:  # NaN is not
-                raise ConfigError(f"pyramid_beta must be a number >= 1: got {self.pyramid_beta!r}")
+                raise ConfigError(f"pyramid_beta={shown(self.pyramid_beta)} has no effect with budget_shape='uniform'")
+            if not _is_number(self.pyramid_beta) or not 1 <= self.pyramid_beta <= float_info.max:
+                raise ConfigError(f"pyramid_beta must be a finite number >= 1: got {shown(self.pyramid_beta)}")
         budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
         if isinstance(self.budget, tuple):
             if not self.budget:
@@ -238,10 +267,16 @@ class SparseKVConfig:
                 )
             return
         if isinstance(budget, bool) or not isinstance(budget, int):
-            raise ConfigError(f"budget must be an int (tokens), a float (fraction) or a list of these: got {budget!r}")
+            raise ConfigError(
+                f"budget must be an int (tokens), a float (fraction) or a list of these: got {shown(budget)}"
+            )
+        if budget > MAX_COUNT:
+            raise ConfigError(
+                f"budget must be at most {MAX_COUNT}: got {shown(budget)} (to keep everything, use full layers)"
+            )
         if budget < self.num_protected:
             raise ConfigError(
-                f"budget={budget} is smaller than num_sink_tokens + num_recent_tokens = {self.num_protected}: "
+                f"budget={shown(budget)} is smaller than num_sink_tokens + num_recent_tokens = {self.num_protected}: "
                 f"raise the budget to at least {self.num_protected}, or protect fewer tokens"
             )
 
@@ -256,8 +291,8 @@ class SparseKVConfig:
             raise ConfigError(f"group_reduction={self.group_reduction!r} has no effect with scorer {scorer.name!r}")
         width = self.pool_kernel_size
         if width is not None:
-            _check_int("pool_kernel_size", width, at_least=1)
-            if width % 2 == 0 or width > MAX_POOL_WIDTH:
+            check_int("pool_kernel_size", width, at_least=1, at_most=MAX_POOL_WIDTH)
+            if width % 2 == 0:
                 raise ConfigError(f"pool_kernel_size must be odd and at most {MAX_POOL_WIDTH}: got {width}")
             if self.pooling == "none" and width > 1:
                 raise ConfigError(f"pool_kernel_size={width} has no effect with pooling='none'")
@@ -266,31 +301,56 @@ class SparseKVConfig:
         _check_choice("decode", self.decode, DECODE_MODES)
         if self.decay is not None:
             if not _is_number(self.decay) or not 0.0 <= self.decay <= 1.0:
-                raise ConfigError(f"decay must be a number in [0, 1]: got {self.decay!r}")
+                raise ConfigError(f"decay must be a number in [0, 1]: got {shown(self.decay)}")
             if self.decode_mode != "replace_lowest":
                 raise ConfigError(f"decay={self.decay} has no effect with decode={self.decode_mode!r}")
+
+
+def parse_json_object(text: str | bytes, what: str) -> dict[str, Any]:
+    """The JSON object that a text holds; a byte order mark before it is no part of it.
+
+    Raises:
+        ConfigError: no text, no JSON, or JSON of another kind; `what` says what was looked for.
+    """
+    if not isinstance(text, (str, bytes)):
+        raise ConfigError(f"not {what}: JSON text is needed, got {shown(text)}")
+    try:
+        values = json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
+    except (ValueError, RecursionError) as error:  # no UTF-8, an endless number, brackets in brackets in brackets
+        raise ConfigError(f"not {what}: invalid JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"not {what}: a JSON object is needed, got {type(values).__name__}")
+    return values
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check_int(name: str, value: object, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} must be an int: got {value!r}")
-    if value < at_least:
-        raise ConfigError(f"{name} must be at least {at_least}: got {value}")
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether a value is a sequence of things, not of characters."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value is not None and value not in choices:
-        raise ConfigError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")
+def _check_choice(name: str, value: object, choices: tuple[str, ...], *, is_optional: bool = True) -> None:
+    if value is None and is_optional:
+        return
+    if not isinstance(value, str) or value not in choices:  # an array compares with each of them
+        raise ConfigError(f"unknown {name} {shown(value)}: choose one of {', '.join(choices)}")
+
+
+def _check_names(values: Mapping[str, object], known: list[str]) -> None:
+    for name in values:
+        if name not in known:
+            close = get_close_matches(name, known, n=1) if isinstance(name, str) else None
+            hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(known)}"
+            raise ConfigError(f"unknown option {shown(name)}: {hint}")
 
 
 def _int_tuple(name: str, values: object) -> tuple[int, ...]:
-    if isinstance(values, str) or not isinstance(values, Sequence):
-        raise ConfigError(f"{name} must be a list of layer indices: got {values!r}")
+    if not _is_list(values):
+        raise ConfigError(f"{name} must be a list of layer indices: got {shown(values)}")
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{name} must hold ints: got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_COUNT:
+            raise ConfigError(f"{name} must hold ints, at most {MAX_COUNT}: got {shown(value)}")
     return tuple(values)

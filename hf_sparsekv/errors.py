@@ -3,6 +3,17 @@
 Every message names the value that was given, the limit it broke, and what to do instead.
 """
 
+_SHOWN_CHARACTERS = 80
+_SHOWN_BITS = 256
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: on one line, and not long."""
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:  # Python refuses to print the longest ones
+        return f"an int of {value.bit_length()} bits"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
 
 class SparseKVError(Exception):
     """Base of all errors that this package raises on purpose."""

@@ -1,5 +1,6 @@
 """`generate`: the whole job in one call: set the attention, build the cache, generate, report, put everything back."""
 
+import copy
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,17 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_sparsekv.config import SparseKVConfig
-from hf_sparsekv.errors import ConfigError, InputError, ModelError
+from hf_sparsekv.errors import ConfigError, InputError, ModelError, shown
 from hf_sparsekv.hf.cache_adapter import SparseKVCache
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 from hf_sparsekv.hf.models import text_config
 from hf_sparsekv.hf.switch import sparse_attention
+from hf_sparsekv.model_inputs import model_inputs
+from hf_sparsekv.scorers.checks import check_int
 
-_NEEDS_CROP = ("assistant_model", "prompt_lookup_num_tokens")
-_CACHE_ARGUMENTS = ("past_key_values", "cache", "cache_implementation", "use_cache")
+_NEEDS_CROP = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+_OURS = ("past_key_values", "use_cache", "input_ids", "inputs_embeds")
+_COUNTS = ("max_new_tokens", "prefill_chunk_size")
+_BESIDE_IDS = ("attention_mask", "position_ids")
 
 
 @dataclass(frozen=True)
@@ -63,26 +68,18 @@ def generate(
         config: the method's options; defaults if None.
         tokenizer: turns text into ids and the result into text.
         cache: the cache of an earlier turn, in place of `config`; `inputs` then hold the whole conversation.
-        options: what `model.generate` takes (max_new_tokens, do_sample, num_beams, streamer, ...).
+        options: what `model.generate` takes (max_new_tokens, do_sample, num_beams, streamer, ...). `use_cache` is on,
+            whatever a generation configuration says.
     Raises:
-        InputError: no prompt, or one too long for the model.
+        InputError: no prompt, a mask that does not fit it, or one too long for the model.
         ConfigError: options that contradict a sparse cache.
         ModelError: not a model, or the model has a feature that a sparse cache does not support.
     """
-    if not (isinstance(model, nn.Module) and hasattr(model, "generate")):
-        raise ModelError(
-            f"model must be a causal language model of transformers, got {_named(model)}: load it first, "
-            "AutoModelForCausalLM.from_pretrained(...)"
-        )
-    for name in _NEEDS_CROP:
-        if options.get(name) is not None:
-            raise ConfigError(f"{name} needs a cache that can go back; a sparse cache cannot: leave it out")
-    for name in _CACHE_ARGUMENTS:
-        if options.get(name) is not None:
-            raise ConfigError(f"{name} is set by this function: give config= or cache= instead")
-    if cache is not None and config is not None:
-        raise ConfigError("give config= for a new cache or cache= to go on with one, not both")
-    batch = _model_inputs(model, inputs, tokenizer)
+    _check_arguments(model, tokenizer, cache, config)
+    options = _checked_options(model, options)
+    inputs = _with_mask(inputs, options)
+    batch = model_inputs(inputs, tokenizer, text_config(model.config).vocab_size)
+    batch = {name: value.to(model.device) for name, value in batch.items()}
     prompt_length = batch["input_ids"].shape[1]
     _check_length(model, prompt_length, options)
     if cache is None:
@@ -106,38 +103,6 @@ def generate(
     return GenerateOutput(sequences, new_tokens, text, cache.report(), seconds, cache)
 
 
-def _model_inputs(
-    model: PreTrainedModel,
-    inputs: Tensor | Mapping[str, Tensor] | str | list[str],
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> dict[str, Tensor]:
-    if isinstance(inputs, str) or (isinstance(inputs, list) and all(isinstance(i, str) for i in inputs)):
-        if tokenizer is None:
-            raise InputError("text needs a tokenizer: pass tokenizer=, or token ids")
-        texts = [inputs] if isinstance(inputs, str) else inputs
-        if not texts or any(not text.strip() for text in texts):
-            raise InputError("the prompt is empty: give at least one token")
-        inputs = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, padding_side="left")
-    if not isinstance(inputs, (Tensor, Mapping)):
-        raise InputError(f"inputs must be token ids, a mapping with input_ids, or text: got {type(inputs).__name__}")
-    batch = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
-    ids = batch.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.dim() != 2:
-        got = f"shape {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise InputError(f"input_ids must be a tensor [batch, tokens], got {got}")
-    if ids.numel() == 0:
-        raise InputError(f"the prompt is empty: input_ids has shape {list(ids.shape)}")
-    vocab = text_config(model.config).vocab_size
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        raise InputError(f"token ids must be in [0, {vocab}): got {int(ids.min())} to {int(ids.max())}")
-    mask = batch.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape != ids.shape:
-        raise InputError(f"attention_mask {list(mask.shape)} must have the shape of input_ids {list(ids.shape)}")
-    if mask is not None and bool((mask.sum(dim=-1) == 0).any()):
-        raise InputError(f"request {int((mask.sum(dim=-1) == 0).nonzero()[0])} of the batch has no token at all")
-    return {name: value.to(model.device) for name, value in batch.items() if isinstance(value, Tensor)}
-
-
 def _padded_on_the_left(batch: dict[str, Tensor], start: int) -> dict[str, Tensor]:
     """Move padding among the columns from `start` on before the tokens; their order stays.
 
@@ -154,16 +119,74 @@ def _padded_on_the_left(batch: dict[str, Tensor], start: int) -> dict[str, Tenso
     return {name: t.gather(1, order) if t.shape == ids.shape else t for name, t in batch.items()}
 
 
-def _named(value: object) -> str:
-    """What was given, short."""
-    return f"{type(value).__name__} {shorten(repr(value), 60)}"
+def _check_arguments(model: object, tokenizer: object, cache: object, config: object) -> None:
+    if not (isinstance(model, nn.Module) and hasattr(model, "generate")):
+        got = type(model).__name__ if isinstance(model, nn.Module) else f"{type(model).__name__} {shown(model)}"
+        raise ModelError(
+            f"model must be a causal language model of transformers, got {got}: load it first, "
+            "AutoModelForCausalLM.from_pretrained(...)"
+        )
+    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "batch_decode")):
+        raise InputError(f"tokenizer must be a tokenizer of transformers: got {shown(tokenizer)}")
+    if cache is not None and config is not None:
+        raise ConfigError("give config= for a new cache or cache= to go on with one, not both")
+    if cache is not None and not isinstance(cache, SparseKVCache):
+        raise ConfigError(f"cache must be a SparseKVCache, such as GenerateOutput.cache: got {type(cache).__name__}")
+
+
+def _checked_options(model: PreTrainedModel, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the cache switched on, which a generation configuration may have switched off.
+
+    Raises:
+        ConfigError: one that contradicts a sparse cache, wherever it is set.
+    """
+    for name in _OURS:
+        if options.get(name) is not None:
+            raise ConfigError(f"{name} is set by this function: give inputs=, and config= or cache=, instead")
+    own = options.get("generation_config")
+    if own is not None and not isinstance(own, GenerationConfig):
+        raise ConfigError(f"generation_config must be a GenerationConfig of transformers: got {shown(own)}")
+    for name in _NEEDS_CROP:
+        if _in_force(name, model, options) is not None:
+            raise ConfigError(f"{name} needs a cache that can go back; a sparse cache cannot: leave it out")
+    if _in_force("cache_implementation", model, options) is not None:
+        raise ConfigError("cache_implementation names another cache: take it out of the generation configuration")
+    for name in _COUNTS:
+        value = _in_force(name, model, options)
+        if value is not None:
+            check_int(name, value, at_least=1)
+    if own is None:
+        return {**options, "use_cache": True}
+    own = copy.deepcopy(own)
+    own.use_cache = True
+    return {**options, "generation_config": own}
+
+
+def _in_force(name: str, model: PreTrainedModel, options: Mapping[str, Any]) -> Any:
+    """What an option is set to: in the call, in its generation configuration, or in the model's."""
+    configurations = (options.get("generation_config"), model.generation_config)
+    given = [options.get(name), *(getattr(configuration, name, None) for configuration in configurations)]
+    return next((value for value in given if value is not None), None)
+
+
+def _with_mask(inputs: Any, options: dict[str, Any]) -> Any:
+    """The inputs, with the mask and positions that came as options, which are taken out of there."""
+    beside = {name: options.pop(name) for name in _BESIDE_IDS if options.get(name) is not None}
+    if not beside:
+        return inputs
+    if not isinstance(inputs, (Tensor, Mapping)):
+        raise InputError(f"{', '.join(beside)}: given beside text, whose tokenizer makes it; leave it out")
+    given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+    if twice := [name for name in beside if given.get(name) is not None]:
+        raise InputError(f"{twice[0]} is given twice, in inputs and as an option: leave one out")
+    return given | beside
 
 
 def _check_length(model: PreTrainedModel, prompt_length: int, options: Mapping[str, Any]) -> None:
     limit = getattr(text_config(model.config), "max_position_embeddings", None)
     if limit is None:
         return
-    new_tokens = options.get("max_new_tokens") or 1
+    new_tokens = _in_force("max_new_tokens", model, options) or 1
     if prompt_length + new_tokens > limit:
         raise InputError(
             f"the prompt has {prompt_length} tokens and {new_tokens} are to be generated, but the model takes "

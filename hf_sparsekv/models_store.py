@@ -18,12 +18,14 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from hf_sparsekv.builtin_model import SMOLLM2, ModelSource, Progress, convert_gguf, download_gguf, file_sha256
-from hf_sparsekv.errors import InputError
+from hf_sparsekv.errors import InputError, shown
 
 BUILTIN_ALIAS = "smollm2-135m-instruct"
 CACHE_VARIABLE = "HF_SPARSEKV_CACHE"
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
+SMALL_FILE_BYTES = 8 * 2**20
+"""Up to this size a file's hash costs milliseconds: configuration and tokenizer, not weights."""
 FETCH_HINT = "run `hf-sparsekv fetch`"
 
 Convert = Callable[[ModelSource, Path, Path, Progress], None]
@@ -48,10 +50,10 @@ class DamagedModelError(InputError):
 def default_cache_dir() -> Path:
     """$HF_SPARSEKV_CACHE, else $XDG_CACHE_HOME/hf_sparsekv, else ~/.cache/hf_sparsekv."""
     if own := os.environ.get(CACHE_VARIABLE):
-        return Path(own).expanduser()
+        return _expanded(own, CACHE_VARIABLE)
     if xdg := os.environ.get("XDG_CACHE_HOME"):
-        return Path(xdg).expanduser() / "hf_sparsekv"
-    return Path.home() / ".cache" / "hf_sparsekv"
+        return _expanded(xdg, "XDG_CACHE_HOME") / "hf_sparsekv"
+    return _expanded("~", "HOME") / ".cache" / "hf_sparsekv"
 
 
 def builtin_path(cache_dir: Path | None = None) -> Path:
@@ -59,9 +61,18 @@ def builtin_path(cache_dir: Path | None = None) -> Path:
     return (cache_dir or default_cache_dir()) / "models" / BUILTIN_ALIAS
 
 
+def builtin_model_path() -> str:
+    """Folder of the built-in model, for `from_pretrained`; it is fetched when it is not there yet (93 MB, once).
+
+    Raises:
+        InputError: it cannot be fetched, or what is stored is damaged.
+    """
+    return resolve_model(BUILTIN_ALIAS, allow_fetch=True).path_or_id
+
+
 def is_fetched(cache_dir: Path | None = None) -> bool:
     """Whether a stored built-in model is there; says nothing of its health."""
-    return (builtin_path(cache_dir) / MANIFEST).is_file()
+    return _asked(builtin_path(cache_dir) / MANIFEST, Path.is_file)
 
 
 def resolve_model(
@@ -141,7 +152,7 @@ def fetch_builtin(
 
 
 def check_manifest(path: Path, *, source: ModelSource | None = None, with_hashes: bool = False) -> None:
-    """Compare a stored model's files with its manifest: sizes always, hashes when asked.
+    """Compare a stored model's files with its manifest: sizes always, hashes of small files, of all when asked.
 
     Args:
         path: the model's folder.
@@ -159,17 +170,17 @@ def check_manifest(path: Path, *, source: ModelSource | None = None, with_hashes
         size = file.stat().st_size if file.is_file() else None
         if size != entry["bytes"]:
             raise _damaged(path, name, f"{entry['bytes']} bytes", "no file" if size is None else f"{size} bytes")
-        if with_hashes and (found := file_sha256(file)) != entry["sha256"]:
+        if (with_hashes or size <= SMALL_FILE_BYTES) and (found := file_sha256(file)) != entry["sha256"]:
             raise _damaged(path, name, f"sha256 {entry['sha256']}", found)
 
 
 def _folder_or_id(name: str) -> str:
-    path = Path(name).expanduser()
-    if name and path.is_dir():  # Path("") is the current folder
-        if not (path / "config.json").is_file():
+    path = _expanded(name, "the model")
+    if name and _asked(path, Path.is_dir):  # Path("") is the current folder
+        if not _asked(path / "config.json", Path.is_file):
             raise InputError(f"{name} is no model directory: it has no config.json")
         return str(path)
-    if path.is_file():
+    if _asked(path, Path.is_file):
         raise InputError(f"{name} is a file: give the folder that holds config.json and the weights")
     if not name or name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
         raise InputError(
@@ -178,12 +189,28 @@ def _folder_or_id(name: str) -> str:
     return name
 
 
+def _expanded(path: str, what: str) -> Path:
+    """A path with ~ and ~user replaced."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise InputError(f"{what} is {shown(path)}, but that home folder is not known: give a path") from error
+
+
+def _asked(path: Path, question: Callable[[Path], bool]) -> bool:
+    """What the file system says of a path; it refuses to look at some, such as names that are too long."""
+    try:
+        return question(path)
+    except OSError as error:
+        raise InputError(f"cannot look at {shown(str(path))}: {error.strerror or error}") from error
+
+
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         files = {name: {"bytes": e["bytes"], "sha256": e["sha256"]} for name, e in manifest["files"].items()}
         kind, gguf = manifest["format"], manifest["gguf_sha256"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, MANIFEST, "a manifest", f"{type(error).__name__}: {error}") from error
     if kind != MANIFEST_FORMAT:
         raise _damaged(path, MANIFEST, f"format {MANIFEST_FORMAT}", f"format {kind}")

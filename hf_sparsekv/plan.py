@@ -2,20 +2,24 @@
 
 The arithmetic here is the promise that `cache.report()` is measured against: a window layer stores, for each request
 and slot, key, value, position and score, and for each request its tables; a full layer stores keys and values in
-blocks of `FULL_LAYER_BLOCK` tokens.
+blocks, see `column_capacity`.
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any, Self
 
-from hf_sparsekv.config import SparseKVConfig
-from hf_sparsekv.errors import ConfigError
+from hf_sparsekv.config import SparseKVConfig, parse_json_object
+from hf_sparsekv.errors import ConfigError, shown
+from hf_sparsekv.scorers.checks import MAX_COUNT, check_flag, check_int
 
 FULL_LAYER_BLOCK = 64
 """Tokens by which a full layer's storage grows."""
+SHORT_LAYER_BLOCK = 16
+"""The same while it is short: what is reserved and not used then weighs more than copying a few tokens."""
+MAX_SHORT_COLUMNS = 256
+"""Tokens up to which a layer is short."""
 POSITION_BYTES = 4
 SCORE_BYTES = 4
 LENGTH_BYTES = 4
@@ -35,8 +39,8 @@ class ModelShape:
     def __post_init__(self) -> None:
         """Every number must be positive, and the heads must divide."""
         for name, value in asdict(self).items():
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a positive int: got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
+                raise ConfigError(f"{name} must be a positive int, at most {MAX_COUNT}: got {shown(value)}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
 
@@ -51,6 +55,19 @@ class LayerSpec:
     """Tokens, or the fraction of the prompt; None for a full layer."""
     num_protected: int
     """Sinks and recent tokens: the floor of a fraction."""
+
+    def __post_init__(self) -> None:
+        """Every number must be possible: a plan may come from a file."""
+        check_int("layer_idx", self.layer_idx, at_least=0)
+        check_flag("is_full", self.is_full)
+        check_int("num_protected", self.num_protected, at_least=1)
+        if self.is_full != (self.budget is None):
+            raise ConfigError(f"a full layer has no budget, any other has one: got {shown(self)}")
+        if isinstance(self.budget, float):
+            if not 0.0 < self.budget <= 1.0:
+                raise ConfigError(f"budget must be a fraction in (0, 1] or whole tokens as an int: got {self.budget}")
+        elif self.budget is not None:
+            check_int("budget", self.budget, at_least=self.num_protected)
 
     def kept_tokens(self, prompt_length: int) -> int:
         """Slots that the layer has for a request with this prompt."""
@@ -71,13 +88,26 @@ class LayerPlan:
     grows: bool = False
     """Whether window layers keep every token after the prompt (decode="grow")."""
 
+    def __post_init__(self) -> None:
+        """There must be one entry for each layer of the model, in order."""
+        check_flag("grows", self.grows)
+        if [spec.layer_idx for spec in self.layers] != list(range(self.shape.num_layers)):
+            raise ConfigError(
+                f"a plan lists the layers 0 to {self.shape.num_layers - 1}, each once and in order: got "
+                f"{shown([spec.layer_idx for spec in self.layers])}"
+            )
+
     @classmethod
     def build(cls, config: SparseKVConfig, shape: ModelShape) -> Self:
         """Lay a configuration out over a model.
 
         Raises:
-            ConfigError: a layer index or a count beyond the model, or a budget list of the wrong length.
+            ConfigError: a layer index or a count beyond the model, a budget list of the wrong length, or something
+                else in the place of either argument.
         """
+        for name, value, kind in (("config", config, SparseKVConfig), ("shape", shape, ModelShape)):
+            if not isinstance(value, kind):
+                raise ConfigError(f"{name} must be a {kind.__name__}: got {shown(value)}")
         full = _full_layers(config, shape.num_layers)
         windows = [i for i in range(shape.num_layers) if i not in full]
         budgets = dict(zip(windows, _window_budgets(config, len(windows)), strict=True))
@@ -109,14 +139,18 @@ class LayerPlan:
             element_bytes: size of one key or value element.
             prompt_length: of these, the prompt; fractions refer to it. Default: all.
             batch_size: requests of this length.
+        Raises:
+            ConfigError: a length that is no whole number of tokens, or no such layer.
         """
+        _check_lengths(length, prompt_length)
+        check_int("layer_idx", layer_idx, at_least=0, at_most=len(self.layers) - 1)
         spec, shape = self.layers[layer_idx], self.shape
         kv_bytes = 2 * shape.num_kv_heads * shape.head_dim * element_bytes
         budget = None if spec.budget is None else spec.kept_tokens(prompt_length or length)
         if budget is None:
-            return batch_size * _round_up(length, FULL_LAYER_BLOCK) * kv_bytes
+            return batch_size * column_capacity(length) * kv_bytes
         if length <= budget:  # nothing evicted yet: plain columns and their scores
-            return batch_size * _round_up(length, FULL_LAYER_BLOCK) * (kv_bytes + shape.num_kv_heads * SCORE_BYTES)
+            return batch_size * column_capacity(length) * (kv_bytes + shape.num_kv_heads * SCORE_BYTES)
         slots = budget + (_round_up(length - (prompt_length or length), FULL_LAYER_BLOCK) if self.grows else 0)
         per_slot = kv_bytes + shape.num_kv_heads * (POSITION_BYTES + SCORE_BYTES)
         tables = 3 * LENGTH_BYTES + shape.num_kv_heads * VICTIM_BYTES
@@ -133,11 +167,13 @@ class LayerPlan:
 
     def dense_bytes(self, length: int, *, element_bytes: int, batch_size: int = 1) -> int:
         """Bytes of the dense cache of the same requests: every key and value, nothing else."""
+        _check_lengths(length)
         shape = self.shape
         return batch_size * length * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * element_bytes
 
     def table(self, length: int, *, element_bytes: int) -> list[dict[str, Any]]:
         """One row a layer: index, kind, tokens kept and bytes at `length` tokens of prompt."""
+        _check_lengths(length)
         rows = []
         for spec in self.layers:
             rows.append(
@@ -165,7 +201,9 @@ class LayerPlan:
             lines.append(f"{name:>9}  {row['kind']:<6}  {row['tokens']:>8,}  {row['bytes']:>13,}")
         total = self.total_bytes(length, element_bytes=element_bytes)
         dense = self.dense_bytes(length, element_bytes=element_bytes)
-        lines.append(f"{'total':>9}  {'':<6}  {length:>8,}  {total:>13,}  ({total / dense:.1%} of dense {dense:,})")
+        share = f"{total / dense:.1%} of " if dense else ""
+        against = f"{share}dense {dense:,}, {length:,} tokens"
+        lines.append(f"{'total':>9}  {'':<6}  {'':>8}  {total:>13,}  ({against})")
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -173,15 +211,30 @@ class LayerPlan:
         return json.dumps(asdict(self), indent=2)
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The inverse of `to_json`."""
+    def from_json(cls, text: str | bytes) -> Self:
+        """The inverse of `to_json`.
+
+        Raises:
+            ConfigError: no JSON, an entry that is missing or unknown, or values that are no plan of one model.
+        """
+        values = parse_json_object(text, "a layer plan")
         try:
-            values: Mapping[str, Any] = json.loads(text)
             shape = ModelShape(**values["shape"])
             layers = tuple(LayerSpec(**layer) for layer in values["layers"])
             return cls(shape=shape, layers=layers, grows=values["grows"])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (KeyError, TypeError, ConfigError) as error:
             raise ConfigError(f"not a layer plan: {error}") from error
+
+
+def column_capacity(num_columns: int) -> int:
+    """Columns that are reserved for so many tokens: whole blocks."""
+    return _round_up(num_columns, SHORT_LAYER_BLOCK if num_columns <= MAX_SHORT_COLUMNS else FULL_LAYER_BLOCK)
+
+
+def _check_lengths(length: int, prompt_length: int | None = None) -> None:
+    check_int("length", length, at_least=0)
+    if prompt_length is not None:
+        check_int("prompt_length", prompt_length, at_least=0, at_most=length)
 
 
 def _full_layers(config: SparseKVConfig, num_layers: int) -> frozenset[int]:
@@ -208,7 +261,7 @@ def _window_budgets(config: SparseKVConfig, num_windows: int) -> list[int | floa
         return [budget] * num_windows
     beta = config.pyramid_beta or DEFAULT_PYRAMID_BETA
     if isinstance(budget, float):
-        return _linear(budget, budget / beta, num_windows)
+        return _linear(budget, max(budget / beta, 2 * budget - 1.0), num_windows)  # no layer keeps more than all
     free = budget - config.num_protected
     exact = _linear(float(free), free / beta, num_windows)
     return [config.num_protected + tokens for tokens in _whole(exact, free * num_windows)]

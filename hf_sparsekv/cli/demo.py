@@ -1,18 +1,18 @@
-"""`hf-sparsekv demo`: a long document that every Python has, one question, both caches side by side."""
+"""`hf-sparsekv demo`: a long document that every Python has, one question, both caches side by side.
 
+What brings torch is imported inside the command: `--help` does without those seconds.
+"""
+
+from functools import partial
 from pydoc_data.topics import topics
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from hf_sparsekv import SparseKVConfig
 from hf_sparsekv.cli.generate import generation_options
-from hf_sparsekv.cli.loading import load_weights, open_model
-from hf_sparsekv.cli.session import answer_dense, answer_sparse, comparison_table, encode_prompt, report_lines
-from hf_sparsekv.hf.models import model_shape
+from hf_sparsekv.cli.interrupt import importing
 from hf_sparsekv.models_store import BUILTIN_ALIAS
-from hf_sparsekv.plan import LayerPlan
 
 TOPIC = "string-methods"
 DOCUMENT_CHARACTERS = 13_000
@@ -31,27 +31,34 @@ def demo(
     budget: Annotated[int, typer.Option(help="Tokens that a window layer keeps.")] = DEMO_BUDGET,
 ) -> None:
     """Answer a question about a chapter of Python's own reference, with the dense and with the sparse cache."""
+    with importing():
+        from hf_sparsekv import SparseKVConfig
+        from hf_sparsekv.cli.loading import load_weights, open_model
+        from hf_sparsekv.cli.session import answer_each, comparison_table, encode_prompt, report_lines
+        from hf_sparsekv.hf.models import model_shape
+        from hf_sparsekv.plan import LayerPlan
+
     console = Console()
+    say = partial(console.print, highlight=False, soft_wrap=True)
     config = SparseKVConfig(budget=budget, scorer=DEMO_SCORER)
     source = open_model(BUILTIN_ALIAS, trust_remote_code=False, console=console)
     ids = encode_prompt(source.tokenizer, QUESTION, document(), use_chat=True)
-    console.print(f"document  Python's language reference, topic {TOPIC!r}, {ids.shape[1]:,} tokens with the question")
-    console.print(f"question  {QUESTION}\n", highlight=False)
+    say(f"document  Python's language reference, topic {TOPIC!r}, {ids.shape[1]:,} tokens with the question")
+    say(f"question  {QUESTION}\n")
     plan = LayerPlan.build(config, model_shape(source.config))
-    console.print(plan.describe(ids.shape[1], element_bytes=4) + "\n", highlight=False)
+    say("planned for the prompt alone (the runs below add the answers' tokens)")
+    say(plan.describe(ids.shape[1], element_bytes=4) + "\n")
     model = load_weights(source, dtype="float32", device="auto", console=console)
     options = generation_options(source.tokenizer.pad_token_id, model, MAX_NEW_TOKENS, 0.0)
-    answers = [
-        answer_dense(model, source.tokenizer, ids, console, is_silent=True, **options),
-        answer_sparse(model, source.tokenizer, ids, config, console, is_silent=True, **options),
-    ]
+    options |= {"seed": 0, "with_dense": True, "is_silent": True}
+    answers = answer_each(model, source.tokenizer, ids, config, console, **options)
     console.print(comparison_table(answers))
     report = answers[1].report
     assert report is not None
-    console.print(report_lines(report), highlight=False)
+    say(report_lines(report))
     for answer in answers:
         verdict = "right" if EXPECTED in answer.text.lower() else "wrong"
-        console.print(f"{answer.kind:<7} answer is {verdict} (it should name {EXPECTED})", highlight=False)
+        say(f"{answer.kind:<7} answer is {verdict} (it should name {EXPECTED})")
 
 
 def document() -> str:

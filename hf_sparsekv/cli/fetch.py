@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from hf_sparsekv.models_store import fetch_builtin
 
@@ -15,7 +16,9 @@ def fetch(
     console = Console(stderr=True)
     if quiet:
         path = fetch_builtin()
+    elif not console.is_terminal:  # a log shows each stage on a line of its own
+        path = fetch_builtin(progress=lambda stage: typer.echo(stage, err=True))
     else:
         with console.status("checking") as status:
-            path = fetch_builtin(progress=status.update)
+            path = fetch_builtin(progress=lambda stage: status.update(escape(stage)))
     typer.echo(str(path))

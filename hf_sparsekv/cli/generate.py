@@ -1,32 +1,37 @@
-"""`hf-sparsekv generate`: one prompt, the text as it comes, and what the cache held."""
+"""`hf-sparsekv generate`: one prompt, the text as it comes, and what the cache held.
+
+What brings torch is imported inside the command: `--help` does without those seconds.
+"""
 
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
-from hf_sparsekv.cli.loading import load_weights, open_model
+from hf_sparsekv.cli.interrupt import importing
 from hf_sparsekv.cli.options import (
     DEFAULT_MODEL,
     BudgetOption,
     ConfigOption,
+    DeviceOption,
+    DtypeOption,
     FullLayersOption,
     ModelOption,
     NumFullLayersOption,
     ScorerOption,
     SetOption,
+    TrustRemoteCodeOption,
     build_config,
     read_text,
 )
-from hf_sparsekv.cli.session import answer_dense, answer_sparse, comparison_table, encode_prompt, report_lines
 from hf_sparsekv.errors import ConfigError, InputError
-from hf_sparsekv.hf.models import model_shape
-from hf_sparsekv.plan import LayerPlan
 
 _GENERATION = "Generation"
+MAX_SEED = 2**63 - 1
+TEMPERATURES = (0.001, 100.0)
+"""Below, logits over the temperature are no numbers in half precision; above, every token is as likely."""
 
 
 def generate(
@@ -45,19 +50,26 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0.0, rich_help_panel=_GENERATION, help="0 = greedy, otherwise sampling.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(rich_help_panel=_GENERATION, help="Seed of the sampling.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, rich_help_panel=_GENERATION, help="Seed of the sampling.")
+    ] = 0,
     chat: Annotated[
         bool, typer.Option("--chat/--no-chat", rich_help_panel=_GENERATION, help="Use the model's chat template.")
     ] = True,
     compare: Annotated[bool, typer.Option("--compare", help="Answer with the dense cache too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")] = False,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    trust_remote_code: TrustRemoteCodeOption = False,
 ) -> None:
     """Generate text with a sparse KV cache: stream it, then report what the cache held."""
+    check_temperature(temperature)
+    with importing():
+        from hf_sparsekv.cli.loading import load_weights, open_model
+        from hf_sparsekv.cli.session import answer_each, comparison_table, encode_prompt, report_lines
+        from hf_sparsekv.hf.models import model_shape
+        from hf_sparsekv.plan import LayerPlan
+
     console = Console(stderr=True)
     method = build_config(config, budget, num_full_layers, full_layers, scorer, set_)
     document = None if file is None else read_text(file)
@@ -67,13 +79,8 @@ def generate(
     check_fits(source.config, ids.shape[1], max_new_tokens)
     network = load_weights(source, dtype=dtype, device=device, console=console)
     options = generation_options(source.tokenizer.pad_token_id, network, max_new_tokens, temperature)
-    answers = []
-    if compare:
-        torch.manual_seed(seed)
-        answers.append(answer_dense(network, source.tokenizer, ids, console, is_silent=True, **options))
-    torch.manual_seed(seed)
-    is_silent = as_json or compare
-    answers.append(answer_sparse(network, source.tokenizer, ids, method, console, is_silent=is_silent, **options))
+    options |= {"seed": seed, "with_dense": compare, "is_silent": as_json or compare}
+    answers = answer_each(network, source.tokenizer, ids, method, console, **options)
     if as_json:
         runs = [answer.as_dict() for answer in answers]
         typer.echo(json.dumps({"model": model, "prompt_tokens": ids.shape[1], "runs": runs}, indent=2))
@@ -82,17 +89,30 @@ def generate(
         Console().print(comparison_table(answers))
     report = answers[-1].report
     assert report is not None
-    console.print(report_lines(report), highlight=False)
+    console.print(report_lines(report), highlight=False, soft_wrap=True)
+
+
+def max_tokens_of(config: Any) -> int | None:
+    """Positions that a model was made for, if its configuration says."""
+    limit: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return limit
 
 
 def check_fits(config: Any, prompt_tokens: int, max_new_tokens: int) -> None:
     """Refuse a prompt that the model cannot take, before its weights are loaded."""
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = max_tokens_of(config)
     if limit is not None and prompt_tokens + max_new_tokens > limit:
         raise InputError(
             f"the prompt has {prompt_tokens:,} tokens and --max-new-tokens is {max_new_tokens:,}, but the model takes "
             f"{limit:,} in all: shorten the file"
         )
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuse what only looks like a temperature, before anything is loaded."""
+    low, high = TEMPERATURES
+    if temperature != 0 and not low <= temperature <= high:
+        raise ConfigError(f"--temperature must be 0 (greedy) or from {low:g} to {high:g}: got {temperature:g}")
 
 
 def generation_options(pad_token_id: int | None, model: Any, max_new_tokens: int, temperature: float) -> dict[str, Any]:
@@ -103,6 +123,4 @@ def generation_options(pad_token_id: int | None, model: Any, max_new_tokens: int
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": pad_token_id}
     if temperature == 0:
         return {**options, "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if temperature > 100:
-        raise ConfigError(f"--temperature {temperature} is no temperature: use 0 to 2")
     return {**options, "do_sample": True, "temperature": temperature}

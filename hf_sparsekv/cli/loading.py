@@ -1,8 +1,14 @@
 """Loading a model for the command line: the cheap parts first, so that mistakes show before the weights load."""
 
+import socket
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
+from huggingface_hub import constants as hub_constants
+from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from transformers import (
     AutoConfig,
@@ -14,8 +20,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from hf_sparsekv.cli.progress import status
 from hf_sparsekv.errors import ConfigError, InputError
-from hf_sparsekv.models_store import resolve_model
+from hf_sparsekv.models_store import BUILTIN_ALIAS, resolve_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -28,6 +35,8 @@ class ModelSource:
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     trust_remote_code: bool
+    is_offline: bool = False
+    """Only what the local Hugging Face cache holds can be had."""
 
 
 def open_model(name: str, *, trust_remote_code: bool, console: Console) -> ModelSource:
@@ -36,14 +45,41 @@ def open_model(name: str, *, trust_remote_code: bool, console: Console) -> Model
     Raises:
         InputError: there is no such model, or its files cannot be read.
     """
-    with console.status("opening the model") as status:
-        resolved = resolve_model(name, allow_fetch=True, progress=status.update)
+    with status(console, "opening the model") as update:
+        resolved = resolve_model(name, allow_fetch=True, progress=update)
+        is_offline = not Path(resolved.path_or_id).is_dir() and not is_hub_in_reach()
+        options = {"trust_remote_code": trust_remote_code, "local_files_only": is_offline}
+        hub_logging.set_verbosity_error()  # each of its retries would be two lines; the failure is one of ours
         try:
-            config = AutoConfig.from_pretrained(resolved.path_or_id, trust_remote_code=trust_remote_code)
-            tokenizer = AutoTokenizer.from_pretrained(resolved.path_or_id, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(resolved.path_or_id, **options)
+            tokenizer = AutoTokenizer.from_pretrained(resolved.path_or_id, **options)
         except (OSError, ValueError) as error:
+            if is_offline:
+                reason = "HF_HUB_OFFLINE is set" if hub_constants.HF_HUB_OFFLINE else f"{hub_host()} cannot be reached"
+                raise InputError(
+                    f"cannot open model {name!r}: {reason} and the model is not in the local "
+                    f"Hugging Face cache: connect, or give a local folder or {BUILTIN_ALIAS}"
+                ) from error
             raise InputError(f"cannot open model {name!r}: {_first_line(error)}") from error
-    return ModelSource(resolved.path_or_id, config, tokenizer, trust_remote_code)
+    return ModelSource(resolved.path_or_id, config, tokenizer, trust_remote_code, is_offline)
+
+
+def hub_host() -> str:
+    """Host name of the Hugging Face hub, or of the mirror that HF_ENDPOINT names."""
+    return urlsplit(hub_constants.ENDPOINT).hostname or hub_constants.ENDPOINT
+
+
+def is_hub_in_reach() -> bool:
+    """Whether asking the hub makes sense: it retries for half a minute before it gives up on a name without address."""
+    if hub_constants.HF_HUB_OFFLINE:
+        return False
+    if getproxies():  # a proxy looks names up itself
+        return True
+    try:
+        socket.getaddrinfo(hub_host(), None)
+    except OSError:
+        return False
+    return True
 
 
 def load_weights(source: ModelSource, *, dtype: str, device: str, console: Console) -> PreTrainedModel:
@@ -55,13 +91,14 @@ def load_weights(source: ModelSource, *, dtype: str, device: str, console: Conso
     """
     where, kind = pick_device(device), pick_dtype(dtype, pick_device(device))
     transformers_logging.disable_progress_bar()  # ours is on the screen already
-    with console.status(f"loading the weights ({str(kind).removeprefix('torch.')} on {where})"):
+    with status(console, f"loading the weights ({dtype_name(kind)} on {where})"):
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 source.path_or_id,
                 dtype=kind,
                 use_safetensors=True,
                 trust_remote_code=source.trust_remote_code,
+                local_files_only=source.is_offline,
             )
         except (OSError, ValueError) as error:
             raise InputError(f"cannot load {source.path_or_id}: {_first_line(error)}") from error
@@ -86,5 +123,10 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name: float32, not torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

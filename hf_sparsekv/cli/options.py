@@ -1,14 +1,19 @@
-"""Command-line options that several subcommands share, and the configuration they amount to."""
+"""Command-line options that several subcommands share, and the configuration they amount to.
+
+What brings torch is imported inside the functions that need it: `--help` does without those seconds.
+"""
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from hf_sparsekv.config import Budget, SparseKVConfig
-from hf_sparsekv.errors import ConfigError, InputError
+from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.models_store import BUILTIN_ALIAS
+
+if TYPE_CHECKING:
+    from hf_sparsekv.config import Budget, SparseKVConfig
 
 DEFAULT_MODEL = BUILTIN_ALIAS
 Number = TypeVar("Number", int, float)
@@ -48,6 +53,12 @@ SetOption = Annotated[
     ),
 ]
 
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", help="float32, bfloat16, float16, or auto: bfloat16 on a GPU, float32 on a CPU.")
+]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+TrustRemoteCodeOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+
 
 def build_config(
     path: Path | None,
@@ -56,13 +67,15 @@ def build_config(
     full_layers: str | None,
     scorer: str | None,
     settings: list[str] | None,
-) -> SparseKVConfig:
+) -> "SparseKVConfig":
     """One configuration from a file and the options given beside it.
 
     Raises:
         ConfigError: an option is unknown or out of range.
         InputError: the file cannot be read.
     """
+    from hf_sparsekv.config import SparseKVConfig
+
     values: dict[str, Any] = {}
     if path is not None:
         values = SparseKVConfig.from_json(read_text(path)).to_dict()
@@ -81,12 +94,12 @@ def build_config(
     for setting in settings or []:
         name, equals, text = setting.partition("=")
         if not equals:
-            raise ConfigError(f"--set {setting!r}: give name=value")
+            raise ConfigError(f"--set {shown(setting)}: give name=value")
         values[name] = _json_or_text(text)
     return SparseKVConfig.from_dict(values)
 
 
-def parse_budget(text: str) -> Budget:
+def parse_budget(text: str) -> "Budget":
     """512 -> int, 0.1 -> float, "256,0.1" -> list."""
     parts = [_one_budget(part.strip()) for part in text.split(",")]
     return parts[0] if len(parts) == 1 else tuple(parts)
@@ -95,7 +108,7 @@ def parse_budget(text: str) -> Budget:
 def read_text(path: Path) -> str:
     """The text of a file, or an error that says what is wrong with it."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # a byte order mark is no part of the text
     except FileNotFoundError as error:
         raise InputError(f"no such file: {path}") from error
     except UnicodeDecodeError as error:
@@ -112,11 +125,14 @@ def _number(option: str, text: str, kind: type[Number]) -> Number:
     try:
         return kind(text)
     except ValueError as error:
-        raise ConfigError(f"{option}: {text!r} is not a number") from error
+        raise ConfigError(f"{option}: {shown(text)} is not a number") from error
 
 
 def _json_or_text(text: str) -> Any:
+    """JSON, a float that JSON cannot write (nan, inf), or the text itself."""
+    if text.lower().lstrip("+-") in ("nan", "inf", "infinity"):
+        return float(text)
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # an endless number and endless brackets are no JSON either
         return text

@@ -6,37 +6,34 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedTokenizerBase, TextStreamer
+from transformers import Cache, DynamicCache, PreTrainedTokenizerBase, TextStreamer
 
 from hf_sparsekv import SparseKVCache
 
 LayerDone = Callable[[int], None]
 
 
-class WatchedSparseKVCache(SparseKVCache):
-    """A sparse cache that tells how far the forward pass is."""
+class WatchedCache(Cache):
+    """Tells how far the forward pass is; to be mixed with a cache."""
 
     on_layer: LayerDone | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """As the base class, and tell which layer was reached."""
+        """As the cache that it is mixed with, and tell which layer was reached."""
         if self.on_layer is not None:
             self.on_layer(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-class WatchedDynamicCache(DynamicCache):
-    """The dense cache, likewise."""
+class WatchedSparseKVCache(WatchedCache, SparseKVCache):
+    """The sparse cache."""
 
-    on_layer: LayerDone | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """As the base class, and tell which layer was reached."""
-        if self.on_layer is not None:
-            self.on_layer(layer_idx)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+class WatchedDynamicCache(WatchedCache, DynamicCache):
+    """The dense cache."""
 
     @property
     def nbytes(self) -> int:
@@ -80,12 +77,21 @@ class TimedStreamer(TextStreamer):
 
 
 @contextmanager
-def prefill_bar(
-    cache: WatchedSparseKVCache | WatchedDynamicCache, label: str, num_layers: int, console: Console
-) -> Iterator[Callable[[], None]]:
+def status(console: Console, text: str) -> Iterator[Callable[[str], None]]:
+    """A line that tells what is waited for; yields what changes it. Without a terminal nothing is shown."""
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status(text) as shown:
+        yield lambda stage: shown.update(escape(stage))
+
+
+@contextmanager
+def prefill_bar(cache: WatchedCache, label: str, num_layers: int, console: Console) -> Iterator[Callable[[], None]]:
     """A progress bar over the layers of the prefill; yields what takes it away at the first token."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, transient=True)
+    # Without a terminal, rich would leave an empty line where the bar was.
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task(label, total=num_layers)
 
     def finish() -> None:

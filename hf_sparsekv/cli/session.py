@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,6 +15,7 @@ from hf_sparsekv import generate as sparse_generate
 from hf_sparsekv.cli.progress import TimedStreamer, WatchedDynamicCache, WatchedSparseKVCache, prefill_bar
 from hf_sparsekv.errors import InputError
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
+from hf_sparsekv.model_inputs import check_text
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, document: str
     text = prompt if document is None else f"{document.rstrip()}\n\n{prompt}"
     if not text.strip():
         raise InputError("the prompt is empty: give --prompt, --file, or both")
+    check_text(text)
     if use_chat and tokenizer.chat_template:
         messages = [{"role": "user", "content": text}]
         encoded = tokenizer.apply_chat_template(
@@ -124,19 +127,51 @@ def answer_dense(
     )
 
 
+def answer_each(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Tensor,
+    config: SparseKVConfig,
+    console: Console,
+    *,
+    seed: int,
+    with_dense: bool,
+    is_silent: bool,
+    **options: Any,
+) -> list[Answer]:
+    """Answer with the dense cache where asked, then with the sparse one, from the same seed."""
+    answers = []
+    if with_dense:
+        torch.manual_seed(seed)
+        answers.append(answer_dense(model, tokenizer, ids, console, is_silent=True, **options))
+    torch.manual_seed(seed)
+    answers.append(answer_sparse(model, tokenizer, ids, config, console, is_silent=is_silent, **options))
+    return answers
+
+
 def comparison_table(answers: list[Answer]) -> Table:
     """The runs side by side."""
     table = Table(title="the same prompt", show_lines=True)
     table.add_column("")
     for answer in answers:
         table.add_column(f"{answer.kind} cache", ratio=1)
-    table.add_row("answer", *[answer.text for answer in answers])
+    table.add_row("answer", *[Text(answer.text) for answer in answers])  # text may hold what looks like markup
     table.add_row("cache bytes", *[f"{answer.cache_bytes:,}" for answer in answers])
-    smallest = min(answers, key=lambda a: a.cache_bytes)
-    table.add_row("times smaller", *[f"{a.cache_bytes / smallest.cache_bytes:.2f}" for a in answers])
+    dense = next((answer.cache_bytes for answer in answers if answer.report is None), None)
+    if dense is not None:
+        against = ["-" if answer.report is None else size_against(answer.cache_bytes, dense) for answer in answers]
+        table.add_row("against dense", *against)
     table.add_row("prefill, s", *[f"{answer.prefill_seconds:.2f}" for answer in answers])
     table.add_row("decode, tokens/s", *[_rate(answer) for answer in answers])
     return table
+
+
+def size_against(measured: int, dense: int) -> str:
+    """How a cache compares with the dense one, in words: "4.2x smaller", "1.6x larger" or "as large"."""
+    if measured == dense:
+        return "as large"
+    larger, smaller = max(measured, dense), min(measured, dense)
+    return f"{larger / smaller:.1f}x {'smaller' if measured < dense else 'larger'}" if smaller else "-"
 
 
 def report_lines(report: dict[str, Any]) -> str:
@@ -147,8 +182,8 @@ def report_lines(report: dict[str, Any]) -> str:
     kept_text = f"{kept[0]:,}" if len(kept) == 1 else f"{kept[0]:,} to {kept[-1]:,}" if kept else "-"
     return "\n".join(
         [
-            f"cache   {report['cache_bytes']:,} bytes measured, dense {report['dense_bytes']:,} "
-            f"({report['ratio']:.1%}, {report['compression']:.1f}x smaller)",
+            f"cache   {report['cache_bytes']:,} bytes measured at {report['columns_seen']:,} tokens, dense "
+            f"{report['dense_bytes']:,} ({size_against(report['cache_bytes'], report['dense_bytes'])})",
             f"layers  {full} full, {len(windows)} window with {kept_text} of {max(report['tokens_seen']):,} tokens "
             "per KV head",
             f"evicted {report['evicted_at_prompt']:,} tokens at the prompt's end, "

@@ -9,6 +9,9 @@ from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.scorers.base import ScoreInputs, Scorer
 from hf_sparsekv.scorers.checks import check_flag, check_int
 
+MAX_FUTURE = 2**17
+"""Positions whose rotations are averaged at once, in fp32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Scorer):
@@ -35,7 +38,7 @@ class ExpectedAttention(Scorer):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_int("num_future", self.num_future, at_least=1)
+        check_int("num_future", self.num_future, at_least=1, at_most=MAX_FUTURE)
         check_flag("value_norm", self.value_norm)
 
     def score(self, inputs: ScoreInputs) -> Tensor:

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv.scorers.base import ScoreInputs, Scorer, row_chunks
-from hf_sparsekv.scorers.checks import check_positive, check_seed
+from hf_sparsekv.scorers.checks import check_range, check_seed
 from hf_sparsekv.scorers.random import position_noise
+
+TEMPERATURES = (1e-6, 1e6)
+"""Beyond these a quotient of logits is no fp32 number, or no order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class Keyformer(Scorer):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_positive("temperature", self.temperature)
+        check_range("temperature", self.temperature, *TEMPERATURES)
         check_seed(self.seed)
 
     def score(self, inputs: ScoreInputs) -> Tensor:

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from inspect import isabstract
 from typing import Any, TypeVar
 
-from hf_sparsekv.errors import ConfigError
+from hf_sparsekv.errors import ConfigError, shown
 from hf_sparsekv.ops.reference.select import MAX_POOL_WIDTH
 from hf_sparsekv.scorers.base import DECODE_MODES, POOLINGS, QUERIES, REDUCTIONS, Pooling, Scorer
 from hf_sparsekv.scorers.checks import check_flag, check_fraction, check_gain, is_pool_width
@@ -80,18 +80,21 @@ def build_scorer(scorer: str | Scorer, options: Mapping[str, Any]) -> Scorer:
         return scorer
     if not isinstance(scorer, str):
         hint = "pass an object, not the class" if isinstance(scorer, type) else "subclass hf_sparsekv.Scorer"
-        raise ConfigError(f"scorer must be a name or a Scorer, got {scorer!r}: {hint}")
+        raise ConfigError(f"scorer must be a name or a Scorer, got {shown(scorer)}: {hint}")
     cls = _registry.get(scorer)
     if cls is None:
         close = get_close_matches(scorer, _registry, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "see the list"
-        raise ConfigError(f"unknown scorer {scorer!r}: {hint} (scorers: {', '.join(sorted(_registry))})")
+        raise ConfigError(f"unknown scorer {shown(scorer)}: {hint} (scorers: {', '.join(sorted(_registry))})")
     known: list[str] = [f.name for f in fields(cls)] if is_dataclass(cls) else []
     for name in options:
         if name not in known:
             choice = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise ConfigError(f"unknown option {name!r} of scorer {scorer!r}: {choice}")
-    return cls(**options)
+            raise ConfigError(f"unknown option {shown(name)} of scorer {scorer!r}: {choice}")
+    try:
+        return cls(**options)
+    except TypeError as error:  # one is missing, or a check of the class's own stumbled over a value's type
+        raise ConfigError(f"scorer {scorer!r} cannot be built of scorer_options={shown(options)}: {error}") from error
 
 
 def describe_scorer(scorer: Scorer, *, must_be_registered: bool = True) -> dict[str, Any]:

@@ -4,7 +4,8 @@ They are small enough for a test to run in milliseconds and keep what matters to
 query heads that share KV heads, rotary positions. The same arguments give the same weights on every machine.
 """
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypedDict, TypeVar, Unpack
 
 import torch
 from transformers import (
@@ -26,85 +27,76 @@ WEIGHT_STD = 0.2
 BOS_TOKEN_ID, EOS_TOKEN_ID = 1, 2
 
 
+class TinyOptions(TypedDict, total=False):
+    """What else a tiny model can be asked for; the defaults are those of `_built`."""
+
+    head_dim: int
+    """Size of a head, 16; the hidden size is `num_heads * head_dim`."""
+    vocab_size: int
+    """Token ids, 256; 1 and 2 are begin and end of sequence."""
+    seed: int
+    """Of the weights, 0; the global random state is left as it was."""
+    dtype: torch.dtype
+    """Of the weights, float32; drawn in fp32 and then cast, so that dtypes differ by rounding alone."""
+    attn_implementation: str
+    """Name registered with transformers, "sdpa"."""
+
+
 def tiny_llama(
-    num_layers: int = 4,
-    num_heads: int = 8,
-    num_kv_heads: int = 2,
-    *,
-    head_dim: int = 16,
-    vocab_size: int = 256,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    attn_implementation: str = "sdpa",
+    num_layers: int = 4, num_heads: int = 8, num_kv_heads: int = 2, **options: Unpack[TinyOptions]
 ) -> LlamaForCausalLM:
     """A random Llama in evaluation mode, on the CPU.
 
     Args:
         num_layers: decoder layers.
         num_heads, num_kv_heads: query heads and KV heads; the former a multiple of the latter.
-        head_dim: size of a head; the hidden size is `num_heads * head_dim`.
-        vocab_size: token ids; 1 and 2 are begin and end of sequence.
-        seed: of the weights; the global random state is left as it was.
-        dtype: of the weights, drawn in fp32 and then cast, so that dtypes differ by rounding alone.
-        attn_implementation: name registered with transformers.
+        options: see `TinyOptions`.
     """
-    config = LlamaConfig(**_shape(num_layers, num_heads, num_kv_heads, head_dim, vocab_size), attention_bias=False)
-    return _built(LlamaForCausalLM, config, seed, dtype, attn_implementation)
+    return _built(LlamaForCausalLM, LlamaConfig, num_layers, num_heads, num_kv_heads, **options)
 
 
 def tiny_qwen2(
-    num_layers: int = 4,
-    num_heads: int = 8,
-    num_kv_heads: int = 2,
-    *,
-    head_dim: int = 16,
-    vocab_size: int = 256,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    attn_implementation: str = "sdpa",
+    num_layers: int = 4, num_heads: int = 8, num_kv_heads: int = 2, **options: Unpack[TinyOptions]
 ) -> Qwen2ForCausalLM:
     """A random Qwen2 (Llama with biases on q, k and v); arguments as `tiny_llama`."""
-    config = Qwen2Config(**_shape(num_layers, num_heads, num_kv_heads, head_dim, vocab_size))
-    return _built(Qwen2ForCausalLM, config, seed, dtype, attn_implementation)
+    return _built(Qwen2ForCausalLM, Qwen2Config, num_layers, num_heads, num_kv_heads, **options)
 
 
 def tiny_qwen3(
-    num_layers: int = 4,
-    num_heads: int = 8,
-    num_kv_heads: int = 2,
+    num_layers: int = 4, num_heads: int = 8, num_kv_heads: int = 2, **options: Unpack[TinyOptions]
+) -> Qwen3ForCausalLM:
+    """A random Qwen3 (queries and keys normalised per head before rotation); arguments as `tiny_llama`."""
+    return _built(Qwen3ForCausalLM, Qwen3Config, num_layers, num_heads, num_kv_heads, **options)
+
+
+def _built(
+    kind: type[Model],
+    config_kind: Callable[..., PretrainedConfig],
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
     *,
     head_dim: int = 16,
     vocab_size: int = 256,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     attn_implementation: str = "sdpa",
-) -> Qwen3ForCausalLM:
-    """A random Qwen3 (queries and keys normalised per head before rotation); arguments as `tiny_llama`."""
-    config = Qwen3Config(**_shape(num_layers, num_heads, num_kv_heads, head_dim, vocab_size))
-    return _built(Qwen3ForCausalLM, config, seed, dtype, attn_implementation)
-
-
-def _shape(num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "hidden_size": num_heads * head_dim,
-        "intermediate_size": 2 * num_heads * head_dim,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": MAX_POSITIONS,
-        "initializer_range": WEIGHT_STD,
-        "bos_token_id": BOS_TOKEN_ID,
-        "eos_token_id": EOS_TOKEN_ID,
-        "pad_token_id": EOS_TOKEN_ID,
-        "tie_word_embeddings": False,
-    }
-
-
-def _built(
-    kind: type[Model], config: PretrainedConfig, seed: int, dtype: torch.dtype, attn_implementation: str
 ) -> Model:
+    config = config_kind(
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        hidden_size=num_heads * head_dim,
+        intermediate_size=2 * num_heads * head_dim,
+        vocab_size=vocab_size,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=WEIGHT_STD,
+        bos_token_id=BOS_TOKEN_ID,
+        eos_token_id=EOS_TOKEN_ID,
+        pad_token_id=EOS_TOKEN_ID,
+        tie_word_embeddings=False,
+    )
     config._attn_implementation = attn_implementation
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

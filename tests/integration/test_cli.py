@@ -1,13 +1,19 @@
 """The command line does its job on a local model, and a mistake is one line and exit code 2."""
 
 import json
+import socket
+import subprocess
+import sys
+import time
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_sparsekv import __version__
-from hf_sparsekv.cli.app import app, main
+from hf_sparsekv import LayerPlan, __version__
+from hf_sparsekv.cli import loading
+from hf_sparsekv.cli.app import COMMANDS, load_command, main
+from hf_sparsekv.cli.session import size_against
 from hf_sparsekv.testing.models import tiny_llama
 
 METHOD = ["--budget", "40", "--num-full-layers", "1"]
@@ -138,11 +144,100 @@ def test_a_folder_without_safetensors_is_refused(folder, capsys, monkeypatch, tm
     assert "cannot load" in err
 
 
-def test_every_subcommand_is_there():
-    assert {command.callback.__name__ for command in app.registered_commands} == {
-        "generate",
-        "demo",
-        "fetch",
-        "plan",
-        "doctor",
-    }
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_overview_says_of_each_subcommand_what_its_docstring_says(name):
+    assert load_command(name).callback.__doc__.splitlines()[0] == COMMANDS[name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "output"),
+    [
+        (["--version"], f"hf-sparsekv {__version__}\n"),
+        (["--help"], "generate"),
+        (["generate", "--help"], "--compare"),
+        (["plan", "--help"], "--length"),
+        (["demo", "--help"], "--budget"),
+        (["fetch", "--help"], "--quiet"),
+    ],
+)
+def test_version_and_help_need_no_torch(arguments, output):
+    code = f"import sys; sys.argv = ['hf-sparsekv', *{arguments!r}]\nfrom hf_sparsekv.cli.app import main\n"
+    code += "try: main()\nfinally: sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert output in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--bugdet", "64"], "No such option: --bugdet"),
+        (["plan", "--length", "0"], "--length"),
+        (["plan", "-l"], "-l"),
+        (["plann"], "No such command 'plann'"),
+        (["--versoin"], "No such option: --versoin"),
+    ],
+)
+def test_usage_errors_are_one_line_too(capsys, monkeypatch, arguments, message):
+    code, out, err = run(capsys, monkeypatch, *arguments)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert message in err
+    assert "--help)" in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_the_comparison_says_which_cache_is_smaller_and_by_how_much(folder, capsys, monkeypatch):
+    prompt = " ".join("abcdefghij" * 20)
+    arguments = ["generate", "-m", folder, "-p", prompt, "-n", "4", "--compare", *METHOD]
+    code, out, _ = run(capsys, monkeypatch, *arguments)
+    assert code == 0
+    lines = out.splitlines()
+    row, held = (next(line for line in lines if label in line) for label in ("against dense", "cache bytes"))
+    dense, sparse = (int(cell.replace(",", "")) for cell in held.split("│")[2:4])
+    assert sparse < dense
+    assert [cell.strip() for cell in row.split("│")[2:4]] == ["-", f"{dense / sparse:.1f}x smaller"]
+
+
+@pytest.mark.parametrize(
+    ("measured", "dense", "words"),
+    [(10, 42, "4.2x smaller"), (16, 10, "1.6x larger"), (7, 7, "as large"), (0, 5, "-")],
+)
+def test_sizes_are_compared_in_the_right_direction(measured, dense, words):
+    assert size_against(measured, dense) == words
+
+
+def test_nothing_but_text_and_report_where_there_is_no_terminal(folder, capsys, monkeypatch):
+    code, _, err = run(capsys, monkeypatch, "generate", "-m", folder, "-p", "a b c", "-n", "3", *METHOD)
+    assert code == 0
+    assert [line.split()[0] for line in err.split("\n")[:-1]] == ["cache", "layers", "evicted"]
+    assert "x larger" in err  # whole blocks for so few tokens
+
+
+def test_the_plan_says_what_it_assumes(folder, capsys, monkeypatch):
+    code, out, err = run(
+        capsys, monkeypatch, "plan", "-m", folder, "-l", "5000", "--scorer", "tova", "--device", "cpu", *METHOD
+    )
+    assert code == 0
+    header = out.splitlines()[0]
+    assert header.startswith(f"model {folder}, dtype float32 (as generate would load it here)")
+    assert "scorer tova, budget 40" in header
+    assert err == "warning: --length 5,000 is more than the 4,096 positions that the model was made for\n"
+    _, half, _ = run(capsys, monkeypatch, "plan", "-m", folder, "--dtype", "bfloat16", "--json", *METHOD)
+    facts = json.loads(half)
+    assert (facts["model"], facts["dtype"], facts["config"]["budget"]) == (folder, "bfloat16", 40)
+    assert LayerPlan.from_json(half).num_full_layers == 1
+
+
+def test_without_a_network_an_unknown_id_fails_at_once_and_says_how_to_go_on(capsys, monkeypatch):
+    def no_such_name(*_):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_such_name)
+    monkeypatch.setattr(loading, "getproxies", dict)
+    begin = time.monotonic()
+    code, out, err = run(capsys, monkeypatch, "plan", "--model", "nobody-here/no-such-model")
+    assert time.monotonic() - begin < 5
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "give a local folder or smollm2-135m-instruct" in err

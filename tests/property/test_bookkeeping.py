@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_sparsekv.cache.columns import ColumnStore
 from hf_sparsekv.cache.padding import Padding
 from hf_sparsekv.cache.tail import QueryTail
-from hf_sparsekv.plan import FULL_LAYER_BLOCK
+from hf_sparsekv.plan import FULL_LAYER_BLOCK, MAX_SHORT_COLUMNS, SHORT_LAYER_BLOCK
 
 LAWS = settings(deadline=None, max_examples=80, derandomize=True)
 HEADS, DIM = 2, 3
@@ -146,7 +146,7 @@ def test_padding_follows_its_requests(history, data):
 
 
 @LAWS
-@given(histories(max_columns=200), st.sampled_from([torch.float32, torch.bfloat16]))
+@given(histories(max_columns=400), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_columns_are_what_concatenation_would_be(history, dtype):
     is_token, chunks = history
     batch, columns = is_token.shape
@@ -156,7 +156,8 @@ def test_columns_are_what_concatenation_would_be(history, dtype):
         store.append(keys[:, :, start:end], values[:, :, start:end])
         assert torch.equal(store.keys, keys[:, :, :end])
         assert torch.equal(store.values, values[:, :, :end])
-    blocks = -(-columns // FULL_LAYER_BLOCK) * FULL_LAYER_BLOCK
+    block = SHORT_LAYER_BLOCK if columns <= MAX_SHORT_COLUMNS else FULL_LAYER_BLOCK
+    blocks = -(-columns // block) * block
     assert store.capacity == blocks
     assert store.nbytes == 2 * batch * HEADS * blocks * DIM * dtype.itemsize
 

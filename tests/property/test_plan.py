@@ -127,7 +127,7 @@ def test_a_pyramid_of_fractions_has_the_mean_asked_for(shape, budget, beta):
     fractions_of = [spec.budget for spec in LayerPlan.build(config, shape).layers]
     assert sum(fractions_of) / len(fractions_of) == pytest.approx(budget)
     assert fractions_of == sorted(fractions_of, reverse=True)
-    assert all(fraction > 0 for fraction in fractions_of)
+    assert all(0 < fraction <= 1 for fraction in fractions_of)
 
 
 @LAWS

@@ -279,13 +279,19 @@ def test_a_damaged_model_is_named_and_not_fetched_behind_the_users_back(stored: 
         resolve_model(BUILTIN_ALIAS, cache_dir=stored, allow_fetch=True)
 
 
-def test_a_changed_byte_is_found_by_the_hash_check(stored: Path) -> None:
+@pytest.mark.parametrize("is_small", [False, True])
+def test_a_changed_byte_is_found_by_the_hash_check_which_small_files_always_get(
+    stored: Path, is_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models_store, "SMALL_FILE_BYTES", len(WEIGHT_BYTES) - (not is_small))
     weights = builtin_path(stored) / "model.safetensors"
     changed = WEIGHT_BYTES[:-1] + bytes([WEIGHT_BYTES[-1] ^ 1])
     weights.write_bytes(changed)
 
-    with pytest.raises(DamagedModelError) as caught:
-        check_manifest(builtin_path(stored), with_hashes=True)
+    if not is_small:
+        check_manifest(builtin_path(stored))
+    with pytest.raises(DamagedModelError, match="run `hf-sparsekv fetch`") as caught:
+        check_manifest(builtin_path(stored), with_hashes=not is_small)
 
     for digest in (hashlib.sha256(WEIGHT_BYTES).hexdigest(), hashlib.sha256(changed).hexdigest()):
         assert digest in str(caught.value)

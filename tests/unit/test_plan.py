@@ -1,6 +1,7 @@
 """LayerPlan: who keeps what, to the byte; `tests/property/test_plan.py` has the laws."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -72,6 +73,13 @@ def test_a_pyramid_of_fractions_falls_too():
     assert budgets(plan)[2:] == pytest.approx([0.45, 0.45 - 0.4 / 3, 0.05 + 0.4 / 3, 0.05])
 
 
+def test_a_pyramid_of_fractions_never_asks_for_more_than_the_whole_prompt():
+    """Twice 0.7 less a seventh of it is more than 1: the line falls less steeply, and its mean stays."""
+    plan = build(budget=0.7, budget_shape="pyramid", pyramid_beta=7)
+    assert budgets(plan)[2:] == pytest.approx([1.0, 0.8, 0.6, 0.4])
+    assert max(budgets(plan)[2:]) <= 1.0
+
+
 def test_a_flat_pyramid_and_one_of_a_single_layer_are_uniform():
     assert budgets(build(budget_shape="pyramid", pyramid_beta=1)) == budgets(build())
     assert budgets(build(num_full_layers=5, budget_shape="pyramid")) == budgets(build(num_full_layers=5))
@@ -91,9 +99,10 @@ def test_a_layer_keeps_its_budget_or_its_fraction_rounded_up_but_never_less_than
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("num_layers", 0, "num_layers must be a positive int: got 0"),
-        ("head_dim", -64, "head_dim must be a positive int: got -64"),
-        ("num_heads", 8.0, "num_heads must be a positive int: got 8.0"),
+        ("num_layers", 0, "num_layers must be a positive int, at most 2147483647: got 0"),
+        ("num_layers", True, "num_layers must be a positive int, at most 2147483647: got True"),
+        ("head_dim", -64, "head_dim must be a positive int, at most 2147483647: got -64"),
+        ("num_heads", 8.0, "num_heads must be a positive int, at most 2147483647: got 8.0"),
         ("num_kv_heads", 3, "num_heads=8 is not a multiple of num_kv_heads=3"),
     ],
 )
@@ -106,12 +115,12 @@ def test_an_impossible_model_is_refused(field, value, message):
 # --- bytes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("length", "columns"), [(1, 64), (64, 64), (65, 128), (1000, 1024)])
+@pytest.mark.parametrize(("length", "columns"), [(1, 16), (64, 64), (65, 80), (256, 256), (257, 320), (1000, 1024)])
 def test_a_full_layer_costs_whole_blocks_of_keys_and_values(length, columns):
     assert build().layer_bytes(0, length, element_bytes=2) == columns * KV_BYTES
 
 
-@pytest.mark.parametrize(("length", "columns"), [(1, 64), (65, 128), (100, 128)])
+@pytest.mark.parametrize(("length", "columns"), [(1, 16), (65, 80), (100, 112)])
 def test_a_window_layer_that_evicts_nothing_adds_one_score_a_head_and_column(length, columns):
     assert build().layer_bytes(2, length, element_bytes=2) == columns * (KV_BYTES + 2 * 4)
 
@@ -175,6 +184,70 @@ def without(key: str) -> str:
 def test_what_is_no_plan_is_refused(text):
     with pytest.raises(ConfigError, match="not a layer plan"):
         LayerPlan.from_json(text)
+
+
+def changed(**values: object) -> str:
+    return json.dumps(json.loads(build().to_json()) | values)
+
+
+def changed_layer(**values: object) -> str:
+    layers = json.loads(build().to_json())["layers"]
+    return changed(layers=[*layers[:-1], layers[-1] | values])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (changed(grows="no"), "grows must be True or False: got 'no'"),
+        (changed(layers=[]), r"lists the layers 0 to 5, each once and in order: got \[\]"),
+        (changed(layers=5), "'int' object is not iterable"),
+        (changed_layer(layer_idx=77), r"lists the layers 0 to 5.*got \[0, 1, 2, 3, 4, 77\]"),
+        (changed_layer(layer_idx=-1), "layer_idx must be an int from 0"),
+        (changed_layer(budget="x"), "budget must be an int from 8 to 2147483647: got 'x'"),
+        (changed_layer(budget=-5), "budget must be an int from 8 to 2147483647: got -5"),
+        (changed_layer(budget=1.5), r"budget must be a fraction in \(0, 1\].*got 1.5"),
+        (changed_layer(budget=None), "a full layer has no budget, any other has one"),
+        (changed_layer(is_full=True), "a full layer has no budget, any other has one"),
+        (changed_layer(is_full=0), "is_full must be True or False: got 0"),
+        (changed_layer(num_protected=0), "num_protected must be an int from 1"),
+        ("[" * 100_000, "invalid JSON"),
+        (None, "JSON text is needed, got None"),
+    ],
+)
+def test_a_plan_of_impossible_values_is_refused_by_name(text, message):
+    with pytest.raises(ConfigError, match=f"not a layer plan: .*{message}"):
+        LayerPlan.from_json(text)
+
+
+@pytest.mark.parametrize("length", [-1, 2.5, float("nan"), True, None, 2**31])
+def test_a_length_that_is_no_number_of_tokens_is_refused(length):
+    plan = build()
+    for call in (plan.describe, plan.total_bytes, plan.dense_bytes, plan.table, partial(plan.layer_bytes, 0)):
+        with pytest.raises(ConfigError, match="length must be an int from 0 to 2147483647: got"):
+            call(length, element_bytes=2)
+    with pytest.raises(ConfigError, match="prompt_length must be an int from 0 to 10: got 11"):
+        plan.total_bytes(10, element_bytes=2, prompt_length=11)
+    for layer_idx in (-1, 6, True):
+        with pytest.raises(ConfigError, match="layer_idx must be an int from 0 to 5: got"):
+            plan.layer_bytes(layer_idx, 10, element_bytes=2)
+
+
+def test_no_tokens_cost_no_bytes():
+    assert build().total_bytes(0, element_bytes=2) == 0
+    assert build().describe(0, element_bytes=2).endswith("(dense 0, 0 tokens)")
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "message"),
+    [
+        (None, SHAPE, "config must be a SparseKVConfig: got None"),
+        ({"budget": 64}, SHAPE, "config must be a SparseKVConfig: got {'budget': 64}"),
+        (SparseKVConfig(), 6, "shape must be a ModelShape: got 6"),
+    ],
+)
+def test_a_plan_is_built_of_a_configuration_and_a_shape(config, shape, message):
+    with pytest.raises(ConfigError, match=message):
+        LayerPlan.build(config, shape)
 
 
 def test_a_fraction_is_not_rounded_up_by_float_noise():
