@@ -31,7 +31,8 @@ def live_storages():
     gc.collect()
     # type(), not isinstance: asking some lazy objects for their class warns.
     tensors = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor)]
-    tensors = [t for t in tensors if not (type(t) is FakeTensor or t.is_meta)]  # op checks elsewhere may leave some
+    # Other tests may leave fakes, and sparse tensors, which have no storage of their own.
+    tensors = [t for t in tensors if not (type(t) is FakeTensor or t.is_meta) and t.layout is torch.strided]
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
