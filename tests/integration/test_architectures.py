@@ -15,6 +15,8 @@ from hf_sparsekv.hf.compat import CACHE_KEYWORD
 from hf_sparsekv.testing.compare import assert_same_up_to_rounding
 from hf_sparsekv.testing.oracle import Oracle, forward_both
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 SMALL = skv.SparseKVConfig(num_full_layers=1, budget=24, num_recent_tokens=8, observation_window=8)
 SHAPE = {
     "num_hidden_layers": 4,
@@ -32,13 +34,6 @@ SHAPE = {
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 TURNS = (60, *[1] * 6, 9, *[1] * 4)
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    skv.register()
-    yield
-    skv.unregister()
 
 
 def build(config_class, **options):

@@ -13,15 +13,10 @@ from hf_sparsekv.scorers import scorer_names
 from hf_sparsekv.testing.compare import assert_same_up_to_rounding
 from hf_sparsekv.testing.oracle import Oracle, forward_both
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 METHOD = {"budget": 24, "num_recent_tokens": 8, "observation_window": 8}
 LENGTH = 90
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    skv.register()
-    yield
-    skv.unregister()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

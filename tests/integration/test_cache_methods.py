@@ -9,22 +9,12 @@ import torch
 import hf_sparsekv as skv
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 SMALL = skv.SparseKVConfig(num_full_layers=1, budget=24, num_recent_tokens=8, observation_window=8)
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
 COPIES = [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]
 IDS = ["deepcopy", "pickle"]
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    skv.register()
-    yield
-    skv.unregister()
-
-
-@pytest.fixture
-def model(tiny_llama):
-    return tiny_llama(num_layers=3, attn_implementation="sparsekv")
 
 
 def feed(model, cache, ids):

@@ -7,14 +7,9 @@ from transformers import DynamicCache, Gemma2Config, LlamaConfig, MistralConfig,
 import hf_sparsekv as skv
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 SMALL = skv.SparseKVConfig(num_full_layers=1, budget=24, num_recent_tokens=8, observation_window=8)
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    skv.register()
-    yield
-    skv.unregister()
 
 
 def forward(model, cache, ids=None, **kwargs):

@@ -9,21 +9,11 @@ from transformers import TextStreamer
 import hf_sparsekv as skv
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 SMALL = skv.SparseKVConfig(num_full_layers=1, budget=24, num_recent_tokens=8, observation_window=8)
 LENGTH, NEW_TOKENS = 70, 20
 PADS = (30, 5, 0)
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    skv.register()
-    yield
-    skv.unregister()
-
-
-@pytest.fixture
-def model(tiny_llama):
-    return tiny_llama(num_layers=3, attn_implementation="sparsekv")
 
 
 @pytest.fixture

@@ -8,19 +8,9 @@ from hf_sparsekv import ops
 from hf_sparsekv.hf import attention
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 SMALL = skv.SparseKVConfig(num_full_layers=1, budget=24, num_recent_tokens=8, observation_window=8)
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    skv.register()
-    yield
-    skv.unregister()
-
-
-@pytest.fixture
-def model(tiny_llama):
-    return tiny_llama(num_layers=3, attn_implementation="sparsekv")
 
 
 def feed(model, cache, ids):

@@ -16,14 +16,9 @@ from hf_sparsekv.cache.slots import SlotStore
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 from hf_sparsekv.scorers import scorer_names
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 SMALL = {"num_full_layers": 1, "budget": 24, "num_recent_tokens": 8, "observation_window": 8}
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    skv.register()
-    yield
-    skv.unregister()
 
 
 def live_storages():

@@ -8,15 +8,10 @@ from hf_sparsekv.hf.compat import CACHE_KEYWORD
 from hf_sparsekv.testing.models import tiny_llama as build_llama
 from hf_sparsekv.testing.models import tiny_qwen2, tiny_qwen3
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 LARGE = skv.SparseKVConfig(num_full_layers=1, budget=400, num_recent_tokens=8, observation_window=8)
 NEW_TOKENS = 20
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    skv.register()
-    yield
-    skv.unregister()
 
 
 def generate(model, ids, mask, attention, cache=None, **options):

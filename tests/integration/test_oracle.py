@@ -8,16 +8,11 @@ from hf_sparsekv.scorers import scorer_names
 from hf_sparsekv.testing.compare import assert_same_up_to_rounding
 from hf_sparsekv.testing.oracle import Oracle, forward_both
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 SMALL = {"num_full_layers": 1, "budget": 24, "num_recent_tokens": 8, "observation_window": 8}
 ONE_TURN = (100, *[1] * 30)
 THREE_TURNS = (100, *[1] * 5, 40, *[1] * 5, 3, *[1] * 12)
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    skv.register()
-    yield
-    skv.unregister()
 
 
 def run(model, config, turns, *, batch=1, padding=None):

@@ -12,17 +12,12 @@ from hf_sparsekv.hf.compat import CACHE_KEYWORD
 from hf_sparsekv.scorers import scorer_names
 from hf_sparsekv.testing.compare import assert_same_up_to_rounding
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 METHOD = {"num_full_layers": 1, "num_recent_tokens": 8, "observation_window": 8}
 LENGTHS = (70, 41, 20, 3)
 """Over the budget twice, within it, and shorter than the observation window."""
 STEPS = 12
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    skv.register()
-    yield
-    skv.unregister()
 
 
 def feed(model, cache, ids, columns):

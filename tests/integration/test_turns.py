@@ -9,16 +9,11 @@ import torch
 import hf_sparsekv as skv
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 METHOD = {"num_full_layers": 0, "num_recent_tokens": 4, "observation_window": 4, "pooling": "none"}
 CUTS = [(20, 40), (10, 20, 40), (1, 23, 60)]
 """Where turns end. Each fits the budget of 24 but for the last, which has to evict."""
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    skv.register()
-    yield
-    skv.unregister()
 
 
 def feed(model, cache, ids, mask=None):
