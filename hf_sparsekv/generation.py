@@ -8,14 +8,14 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_sparsekv.config import SparseKVConfig
-from hf_sparsekv.errors import ConfigError, InputError, ModelError, shown
+from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.hf.cache_adapter import SparseKVCache
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
-from hf_sparsekv.hf.models import text_config
+from hf_sparsekv.hf.models import check_model, text_config
 from hf_sparsekv.hf.switch import sparse_attention
 from hf_sparsekv.model_inputs import model_inputs
 from hf_sparsekv.scorers.checks import check_int
@@ -120,12 +120,7 @@ def _padded_on_the_left(batch: dict[str, Tensor], start: int) -> dict[str, Tenso
 
 
 def _check_arguments(model: object, tokenizer: object, cache: object, config: object) -> None:
-    if not (isinstance(model, nn.Module) and hasattr(model, "generate")):
-        got = type(model).__name__ if isinstance(model, nn.Module) else f"{type(model).__name__} {shown(model)}"
-        raise ModelError(
-            f"model must be a causal language model of transformers, got {got}: load it first, "
-            "AutoModelForCausalLM.from_pretrained(...)"
-        )
+    check_model(model)
     if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "batch_decode")):
         raise InputError(f"tokenizer must be a tokenizer of transformers: got {shown(tokenizer)}")
     if cache is not None and config is not None:

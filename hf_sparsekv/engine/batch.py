@@ -1,5 +1,6 @@
 """Prepare a step: from what the scheduler decided to the tensors of one packed forward pass."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,7 @@ class BatchBuilder:
         self._nothing = torch.zeros(0, dtype=torch.int64, device=device)
         self._tails: dict[str, dict[int, QueryTail]] = {}
 
-    def build(self, plan: StepPlan, groups: dict[Any, Group]) -> Batch:
+    def build(self, plan: StepPlan, groups: Mapping[Any, Group]) -> Batch:
         """The batch of a step; admits requests whose prompt ends to rows, and uploads their tables.
 
         Args:
@@ -118,7 +119,7 @@ class BatchBuilder:
         """Drop what a prompt left between chunks, when its request ends or starts again."""
         self._tails.pop(request.request_id, None)
 
-    def _grow_tables(self, plan: StepPlan, groups: dict[Any, Group]) -> None:
+    def _grow_tables(self, plan: StepPlan, groups: Mapping[Any, Group]) -> None:
         entries: dict[Any, list[tuple[int, int, int, int]]] = {}
         for request, layer, index, block in plan.grown:
             place = groups[request.group].rows.places[layer]

@@ -57,6 +57,11 @@ class EngineConfig:
             if getattr(self, name) not in (None, True, False):
                 raise ConfigError(f"{name} must be True, False or None: got {getattr(self, name)!r}")
 
+    @property
+    def chunk_limit(self) -> int:
+        """The longest prompt that is computed whole, in tokens."""
+        return min(self.max_batch_tokens, self.prefill_chunk_tokens or self.max_batch_tokens)
+
     def with_(self, **changes: object) -> "EngineConfig":
         """A changed copy, checked again."""
         known = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -7,7 +7,7 @@ host never keeps the device waiting; a request that ends is noticed one step lat
 
 import itertools
 import time
-from collections.abc import AsyncGenerator, Hashable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from textwrap import shorten
 from types import TracebackType
@@ -20,7 +20,7 @@ from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.engine.batch import BatchBuilder
 from hf_sparsekv.engine.block_pool import BlockPool
 from hf_sparsekv.engine.config import EngineConfig
-from hf_sparsekv.engine.group import Group, new_group
+from hf_sparsekv.engine.groups import Groups
 from hf_sparsekv.engine.inflight import BAD_LOGITS, HostTokens, InFlight
 from hf_sparsekv.engine.memory import MemoryPlan
 from hf_sparsekv.engine.metrics import EngineMetrics
@@ -29,12 +29,13 @@ from hf_sparsekv.engine.profile import kv_bytes_available
 from hf_sparsekv.engine.prompt import Prompt, token_ids
 from hf_sparsekv.engine.request import FinishReason, Request
 from hf_sparsekv.engine.runner import Runner
+from hf_sparsekv.engine.sampler import SamplerState
 from hf_sparsekv.engine.sampling_params import SamplingParams
 from hf_sparsekv.engine.scheduler import Scheduler
 from hf_sparsekv.engine.stream import EngineThread
 from hf_sparsekv.engine.tracker import Tracker
 from hf_sparsekv.errors import CacheError, ConfigError, RequestError
-from hf_sparsekv.hf.models import generation_stop_ids, model_shape, rope_inv_freq, text_config
+from hf_sparsekv.hf.models import check_model, generation_stop_ids, model_shape, rope_inv_freq, text_config
 from hf_sparsekv.hf.paged import use_paged_attention
 from hf_sparsekv.plan import LayerPlan
 
@@ -59,14 +60,13 @@ class Engine:
             tokenizer: for text prompts, output text and stop strings.
         Raises:
             ConfigError: the memory does not hold one request.
-            ModelError: the model has a feature that a sparse cache does not support.
+            ModelError: no model, or one with a feature that a sparse cache does not support.
         """
+        check_model(model)
         self.config, self.options = config or SparseKVConfig(), engine_config or EngineConfig()
         self.model, self.tokenizer = model, tokenizer
         self._shape = model_shape(model.config)
         self._vocab_size, self._stop_ids = text_config(model.config).vocab_size, generation_stop_ids(model)
-        self._groups: dict[Hashable, Group] = {}
-        self._plans: dict[Hashable, LayerPlan] = {}
         self._in_flight: InFlight | None = None
         self._ids = itertools.count()
         self._attention_before: str | None = use_paged_attention(model)
@@ -88,9 +88,9 @@ class Engine:
             LayerPlan.build(dense, shape),
             options,
             kv_bytes=kv_bytes,
-            num_kv_heads=shape.num_kv_heads,
             element_bytes=model.dtype.itemsize,
             model_length=text_config(model.config).max_position_embeddings,
+            sampler_row_bytes=SamplerState.row_bytes(len(self._stop_ids)),
         )
         self._pages = PagePool(
             memory.num_blocks, shape.num_kv_heads, memory.block_size, shape.head_dim, model.dtype, model.device
@@ -108,7 +108,15 @@ class Engine:
         inv_freq = rope_inv_freq(model.config, shape.head_dim)
         self._builder = BatchBuilder(self._pages, None if inv_freq is None else inv_freq.to(model.device), model.device)
         self._tracker = Tracker(self.tokenizer, self._stop_ids, memory, model.dtype.itemsize)
-        self._runner.prepare(self._pages, self._groups[self._group_of(self.config)])
+        self._groups = Groups(
+            self.config,
+            memory,
+            vocab_size=self._vocab_size,
+            device=model.device,
+            stop_ids=self._stop_ids,
+            forget=self._runner.forget,
+        )
+        self._runner.prepare(self._pages, self._groups.own)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -125,8 +133,12 @@ class Engine:
 
         Args:
             prompt: token ids, or text if the engine has a tokenizer.
-            params: how to sample and when to stop.
-            config: its own sparse configuration; each new one reserves rows that `kv_memory_bytes` does not count.
+            params: how to sample and when to stop; None = the model's generation configuration, and 256 tokens or what
+                `max_model_len` leaves.
+            config: its own sparse configuration; default the engine's. Every other one costs `memory.num_rows` rows
+                of `memory.row_bytes_of(its plan)` bytes that `kv_memory_bytes` does not count, and CUDA graphs of its
+                own. They stay for a while after its last request: `groups.MAX_IDLE` unused ones at the most when
+                another is made.
             request_id: a name of your own; default "0", "1", ...
             stream: let `step` return an output for every token; False = one at the end.
         Raises:
@@ -138,13 +150,14 @@ class Engine:
         if not isinstance(name, str):
             raise RequestError(f"request_id must be a str: got {name!r}")
         ids = token_ids(name, prompt, self.tokenizer, self._vocab_size)
-        sampling = self._sampling_params(params)
-        group = self._group_of(self.config if config is None else config)
+        sampling = self._sampling_params(params, len(ids))
+        config = self.config if config is None else config
+        group, plan = self._groups.plan_of(config)
         request = Request(
             request_id=name,
             prompt_ids=ids,
             params=sampling,
-            plan=self._plans[group],
+            plan=plan,
             group=group,
             arrival_s=time.perf_counter(),
             is_streamed=stream,
@@ -152,6 +165,11 @@ class Engine:
         )
         checker = self._tracker.checker(request)
         self._scheduler.add(request)
+        try:
+            self._groups.enter(request, config)
+        except BaseException:
+            self._scheduler.abort(name)  # no memory for the rows of its configuration
+            raise
         self._tracker.add(request, checker)
         return name
 
@@ -267,26 +285,11 @@ class Engine:
         tokens = self._runner.run(batch)
         in_flight = InFlight(batch, tokens)
         for part in batch.groups:
-            self._feed_known(part.group)
+            part.group.feed_known()
             for entry in part.sampled:
                 if entry.request.is_fully_scheduled:
                     part.group.retire(entry.request)
         return in_flight
-
-    @staticmethod
-    def _feed_known(group: Group) -> None:
-        """Requests that were preempted decode the tokens they had, not the ones sampled again."""
-        replaying = [request for request in group.requests if request.is_replaying]
-        for request in replaying:
-            count = len(request.output_ids)
-            if request.num_scheduled_outputs == count:  # the next token is new: the sampler knows the true ones again
-                assert request.row is not None
-                tokens = request.prompt_ids + request.output_ids
-                group.sampler.set_row(request.row, request.params, request.seed, tokens, num_outputs=count)
-        known = [(r.row, r.output_ids[r.num_scheduled_outputs - 1]) for r in replaying]
-        if known:
-            rows, tokens = torch.tensor(known, device=group.rows.tokens.device).T
-            group.rows.tokens[rows] = tokens
 
     def _collect(self, step: InFlight) -> list[RequestOutput]:
         groups, unscored = step.wait()
@@ -357,35 +360,19 @@ class Engine:
     def _forget(self, request: Request) -> RequestOutput:
         """The last output of a request that has ended."""
         self._leave(request)
+        self._groups.leave(request)
         request.finished_s = time.perf_counter()
         assert request.finish_reason is not None
         self.metrics.observe_end(request.finish_reason)
         return self._tracker.finish(request)
 
-    def _group_of(self, config: SparseKVConfig) -> Hashable:
-        if not isinstance(config, SparseKVConfig):
-            raise ConfigError(f"config must be a SparseKVConfig: got {config!r}")
-        key = config.to_json()
-        if key not in self._groups:
-            self._plans[key] = LayerPlan.build(config, self._shape)
-            self._groups[key] = new_group(
-                config,
-                self._plans[key],
-                self.memory,
-                self._shape.num_kv_heads,
-                self._vocab_size,
-                self.model.device,
-                self._stop_ids,
-            )
-        return key
-
-    def _sampling_params(self, params: SamplingParams | GenerationConfig | None) -> SamplingParams:
+    def _sampling_params(self, params: SamplingParams | GenerationConfig | None, prompt_length: int) -> SamplingParams:
         if isinstance(params, SamplingParams):
             return params
         if not isinstance(params, GenerationConfig | None):
             raise ConfigError(f"params must be SamplingParams or a GenerationConfig: got {params!r}")
         if params is None:
-            most = SamplingParams().max_tokens
+            most = max(1, min(SamplingParams().max_tokens, self.memory.max_model_len - prompt_length))
             return SamplingParams.from_generation_config(self.model.generation_config, self._stop_ids, max_tokens=most)
         return SamplingParams.from_generation_config(params, self._stop_ids)
 

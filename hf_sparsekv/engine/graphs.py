@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hf_sparsekv.attention.packed import DecodeRows, PackedStep
 from hf_sparsekv.cache.pages import PagePool
+from hf_sparsekv.cache.rows import RowState
 from hf_sparsekv.engine.batch import Batch
 from hf_sparsekv.engine.group import Group
 from hf_sparsekv.engine.sampler import SampledTokens
@@ -25,6 +26,10 @@ Body = Callable[[PackedStep, list[Group]], list[SampledTokens]]
 class _Captured:
     graph: torch.cuda.CUDAGraph
     outputs: list[SampledTokens]
+    groups: list[Group]
+    """Whose state it works on. Held, so that no other group can get the id that the key names."""
+    workspace: Tensor | None
+    """Of the kernels. Held, because a later group may need a larger one in its place."""
 
 
 def batch_bucket(count: int, limit: int) -> int:
@@ -58,20 +63,16 @@ class DecodeGraphs:
         self._stream = torch.cuda.Stream(pool.keys.device)
         self._memory = torch.cuda.graph_pool_handle()
 
-    def reserve(self, max_rows: int, max_length: int, capacities: list[int]) -> None:
-        """Allocate what the kernels need between launches, for every size that can come.
-
-        Args:
-            max_rows: R.
-            max_length: of an appending layer.
-            capacities: slots of the replacing layers.
-        """
+    def reserve(self, rows: RowState) -> Tensor | None:
+        """Allocate what the kernels need between launches, for every size that can come with a group's rows."""
+        max_rows, max_length = rows.num_rows, rows.max_length
+        capacities = {place.capacity for place in rows.places if not place.is_append}
         group, dim = self._num_heads // self._pool.num_kv_heads, self._pool.keys.shape[3]
         buckets = {batch_bucket(count, max_rows) for count in range(1, max_rows + 1)}
         lengths = {length_bucket(1 << i, max_length) for i in range(max_length.bit_length() + 1)}
-        needs = [(length, False) for length in lengths] + [(capacity, True) for capacity in set(capacities)]
+        needs = [(length, False) for length in lengths] + [(capacity, True) for capacity in capacities]
         with torch.cuda.stream(self._stream):
-            reserve_decode_workspace(
+            return reserve_decode_workspace(
                 self._pool.keys.device,
                 [(batch, self._pool.num_kv_heads, group, dim, *need) for batch in buckets for need in needs],
             )
@@ -92,14 +93,23 @@ class DecodeGraphs:
             for part in batch.step.decode
         ]
         groups = [part.group for part in batch.groups]
-        key = tuple((id(p.rows), p.count, p.max_length, g.features) for p, g in zip(parts, groups, strict=True))
+        key = tuple((id(g), p.count, p.max_length, g.features) for p, g in zip(parts, groups, strict=True))
         if key not in self._captured:
             self._captured[key] = self._capture(parts, groups)
         captured = self._captured[key]
         captured.graph.replay()
         return captured.outputs
 
+    def forget(self, group: Group) -> None:
+        """Drop the graphs that work on a group's state, before the state goes."""
+        keys = [key for key, captured in self._captured.items() if group in captured.groups]
+        if keys:
+            torch.cuda.synchronize(self._pool.keys.device)  # a replay of the last step may still be running
+        for key in keys:
+            del self._captured[key]
+
     def _capture(self, parts: list[DecodeRows], groups: list[Group]) -> _Captured:
+        workspace = [self.reserve(part.rows) for part in parts][-1]  # the largest so far
         offset, placed = 0, []
         for part in parts:
             placed.append(DecodeRows(part.rows, offset, part.count, part.max_length))
@@ -107,7 +117,7 @@ class DecodeGraphs:
         step, graph = PackedStep(self._pool, placed, [], []), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
             outputs = self._body(step, groups)
-        return _Captured(graph, outputs)
+        return _Captured(graph, outputs, groups, workspace)
 
 
 def rows_of(sampled: SampledTokens, count: int) -> SampledTokens:

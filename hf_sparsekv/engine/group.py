@@ -3,11 +3,8 @@
 import torch
 
 from hf_sparsekv.cache.rows import RowState
-from hf_sparsekv.config import SparseKVConfig
-from hf_sparsekv.engine.memory import MemoryPlan
 from hf_sparsekv.engine.request import Request
 from hf_sparsekv.engine.sampler import SamplerFeatures, SamplerState
-from hf_sparsekv.plan import LayerPlan
 
 
 class Group:
@@ -30,6 +27,20 @@ class Group:
         self.requests.append(request)
         return request.row
 
+    def feed_known(self) -> None:
+        """Requests that were preempted decode the tokens they had, not the ones sampled again."""
+        replaying = [request for request in self.requests if request.is_replaying]
+        for request in replaying:
+            count = len(request.output_ids)
+            if request.num_scheduled_outputs == count:  # the next token is new: the sampler knows the true ones again
+                assert request.row is not None
+                tokens = request.prompt_ids + request.output_ids
+                self.sampler.set_row(request.row, request.params, request.seed, tokens, num_outputs=count)
+        known = [(r.row, r.output_ids[r.num_scheduled_outputs - 1]) for r in replaying]
+        if known:
+            rows, tokens = torch.tensor(known, device=self.rows.tokens.device).T
+            self.rows.tokens[rows] = tokens
+
     def retire(self, request: Request) -> None:
         """Take a request's row away, if it has one; what was launched before is not disturbed."""
         row = request.row
@@ -45,25 +56,3 @@ class Group:
         self.sampler.move_row(last.row, row)  # type: ignore[arg-type]
         last.row = row
         self.requests[row] = last
-
-
-def new_group(
-    config: SparseKVConfig,
-    plan: LayerPlan,
-    memory: MemoryPlan,
-    num_kv_heads: int,
-    vocab_size: int,
-    device: torch.device,
-    stop_ids: tuple[int, ...],
-) -> Group:
-    """A group with as many rows as the engine has."""
-    rows = RowState(
-        config,
-        plan,
-        num_rows=memory.num_rows,
-        num_kv_heads=num_kv_heads,
-        page_size=memory.block_size,
-        max_length=memory.max_model_len,
-        device=device,
-    )
-    return Group(rows, SamplerState(memory.num_rows, vocab_size, device, stop_ids))

@@ -9,6 +9,9 @@ from hf_sparsekv.engine.tables import RequestTables
 from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.plan import LayerPlan
 
+_SHORTEST = 2
+"""Tokens of the shortest request: a prompt and an output."""
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -23,9 +26,12 @@ class MemoryPlan:
     """Block 0, which belongs to nobody, included."""
     num_rows: int
     """Requests that can run at once, whatever their length."""
-    row_bytes: int
-    """Bookkeeping of one row: tables, positions, scores."""
+    sampler_row_bytes: int
+    """Of a row's bookkeeping, the part that is the same for every configuration: sampling options."""
     max_model_len: int
+    """Tokens of the longest request, prompt and output."""
+    chunk_limit: int
+    """Tokens of the longest prompt that is computed whole; window layers stage longer ones."""
 
     @classmethod
     def build(
@@ -35,9 +41,9 @@ class MemoryPlan:
         config: EngineConfig,
         *,
         kv_bytes: int,
-        num_kv_heads: int,
         element_bytes: int,
         model_length: int,
+        sampler_row_bytes: int,
     ) -> "MemoryPlan":
         """Share `kv_bytes` out between rows and blocks.
 
@@ -48,53 +54,61 @@ class MemoryPlan:
             ConfigError: the memory does not hold one request of `max_model_len` tokens.
         """
         size, shape = config.block_size, layers.shape
-        block_bytes = PagePool.page_bytes(num_kv_heads, size, shape.head_dim, element_bytes)
-        length = min(config.max_model_len or model_length, model_length)
-        row_bytes = RowState.row_bytes(layers, num_kv_heads, size, length)
+        block_bytes = PagePool.page_bytes(shape.num_kv_heads, size, shape.head_dim, element_bytes)
         floor = sum(-(-spec.kept_tokens(1) // size) for spec in layers.layers if not spec.is_full) + 1
-        num_rows = max(1, min(config.max_num_seqs, kv_bytes // (row_bytes + floor * block_bytes)))
-        num_blocks = (kv_bytes - num_rows * row_bytes) // block_bytes
-        plan = cls(layers, dense, size, block_bytes, num_blocks, num_rows, row_bytes, length)
-        needed = plan.blocks_of(layers, length)
-        if needed <= num_blocks - 1:
-            return plan
-        if config.max_model_len is None:
-            length = plan.longest()
-            if length > 1:
-                return cls.build(
-                    layers,
-                    dense,
-                    config.with_(max_model_len=length),
-                    kv_bytes=kv_bytes,
-                    num_kv_heads=num_kv_heads,
-                    element_bytes=element_bytes,
-                    model_length=model_length,
-                )
-        missing = (needed + 1) * block_bytes + num_rows * row_bytes
-        raise ConfigError(
-            f"kv_memory_bytes={kv_bytes:,} does not hold one request of max_model_len={length:,} tokens, which takes "
-            f"{missing:,}: raise kv_memory_bytes, or lower max_model_len or the budget"
-        )
+
+        def shared_out(length: int) -> MemoryPlan:
+            row_bytes = RowState.row_bytes(layers, shape.num_kv_heads, size, length) + sampler_row_bytes
+            num_rows = max(1, min(config.max_num_seqs, kv_bytes // (row_bytes + floor * block_bytes)))
+            num_blocks = (kv_bytes - num_rows * row_bytes) // block_bytes
+            return cls(
+                layers, dense, size, block_bytes, num_blocks, num_rows, sampler_row_bytes, length, config.chunk_limit
+            )
+
+        plan = shared_out(min(config.max_model_len or model_length, model_length))
+        while plan.peak_of(layers, plan.max_model_len) > plan.num_blocks - 1:
+            if config.max_model_len is not None or plan.max_model_len <= _SHORTEST:
+                raise ConfigError(plan._refusal(kv_bytes))
+            plan = shared_out(max(_SHORTEST, plan.longest()))  # shorter rows may be more rows: look again
+        return plan
+
+    @property
+    def row_bytes(self) -> int:
+        """Bookkeeping of one row: tables, positions, scores, sampling options."""
+        return self.row_bytes_of(self.layers)
+
+    def row_bytes_of(self, layers: LayerPlan) -> int:
+        """The same for requests of a configuration of their own."""
+        rows = RowState.row_bytes(layers, layers.shape.num_kv_heads, self.block_size, self.max_model_len)
+        return rows + self.sampler_row_bytes
 
     def blocks_of(self, layers: LayerPlan, length: int) -> int:
         """Blocks that a request takes once it has `length` tokens, its prompt all but one of them."""
-        tables = RequestTables(layers, max(1, length - 1), length, self.block_size)
-        return tables.demand(length, staged=False)
+        return self._tables_of(layers, length).demand(length, staged=False)
+
+    def peak_of(self, layers: LayerPlan, length: int) -> int:
+        """Blocks that the same request takes at its worst moment: a prompt over `chunk_limit` is staged."""
+        tables = self._tables_of(layers, length)
+        return tables.demand(length, staged=tables.prompt_length > self.chunk_limit)
 
     def longest(self) -> int:
         """The longest request that fits alone, in whole blocks."""
         low, high = 1, self.max_model_len
         while low < high:
             middle = (low + high + 1) // 2
-            if self.blocks_of(self.layers, middle) <= self.num_blocks - 1:
+            if self.peak_of(self.layers, middle) <= self.num_blocks - 1:
                 low = middle
             else:
                 high = middle - 1
         return low
 
     def concurrent(self, layers: LayerPlan, length: int) -> int:
-        """Requests of `length` tokens that the blocks hold at once; rows are not counted."""
-        return (self.num_blocks - 1) // self.blocks_of(layers, length)
+        """Requests of `length` tokens that the blocks hold at once; rows are not counted.
+
+        One is at its worst moment while the others decode: there is one prompt between chunks at a time.
+        """
+        beside = self.num_blocks - 1 - self.peak_of(layers, length)
+        return max(0, 1 + beside // self.blocks_of(layers, length))
 
     def describe(self) -> str:
         """The plan as text: blocks, and requests at a few lengths against the dense cache."""
@@ -110,3 +124,19 @@ class MemoryPlan:
             lines.append(f"{length:>8,}  {ours:>9,}  {self.concurrent(self.dense, length):>6,}")
             length *= 2
         return "\n".join(lines)
+
+    def _tables_of(self, layers: LayerPlan, length: int) -> RequestTables:
+        return RequestTables(layers, max(1, length - 1), length, self.block_size)
+
+    def _refusal(self, kv_bytes: int) -> str:
+        peak, whole = (f(self.layers, self.max_model_len) for f in (self.peak_of, self.blocks_of))
+        missing = (peak + 1) * self.block_bytes + self.num_rows * self.row_bytes
+        staging = (
+            f", {(peak - whole) * self.block_bytes:,} of it to stage a prompt over {self.chunk_limit:,} tokens (raise "
+            "max_batch_tokens, and prefill_chunk_tokens if set, to compute it whole)"
+        )
+        return (
+            f"kv_memory_bytes={kv_bytes:,} does not hold one request of max_model_len={self.max_model_len:,} tokens, "
+            f"which takes {missing:,}{staging if peak > whole else ''}: raise kv_memory_bytes, or lower max_model_len "
+            "or the budget"
+        )

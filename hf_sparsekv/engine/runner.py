@@ -72,14 +72,18 @@ class Runner:
         rows.clear(slice(0, rows.num_rows))
         if self._wants_graphs:
             self._graphs = DecodeGraphs(pool, self._shape.num_heads, self._decode)
-            capacities = [place.capacity for place in rows.places if not place.is_append]
-            self._graphs.reserve(rows.num_rows, rows.max_length, capacities)
+            self._graphs.reserve(rows)
 
     def close(self) -> None:
         """Leave the model as it was."""
         self._graphs = None
         if self._is_compiled:
             uncompile_layers(self._model)
+
+    def forget(self, group: Group) -> None:
+        """Let go of what was made for a group that is dropped."""
+        if self._graphs is not None:
+            self._graphs.forget(group)
 
     def run(self, batch: Batch) -> StepTokens:
         """The next token of every request whose prompt is complete; device state moves on by one token."""

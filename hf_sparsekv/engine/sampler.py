@@ -114,6 +114,11 @@ class SamplerState:
         self._staged: dict[int, list[int]] = {}
         self._penalised: set[int] = set()
 
+    @staticmethod
+    def row_bytes(num_eos_ids: int) -> int:
+        """Bytes of one row; the mask of `reserve_penalty` is not counted, nor the V ids that all rows share."""
+        return 8 * (_FIRST_END_ID + num_eos_ids + MAX_STOPS) + 8
+
     # --- between steps, on the host -------------------------------------------------------------------------------
 
     def set_row(

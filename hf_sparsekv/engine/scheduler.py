@@ -143,13 +143,25 @@ class Scheduler:
                 f"request {name!r} has {prompt} prompt tokens and max_tokens={new}, {request.max_length} together, but "
                 f"the engine serves at most {self.max_model_len}: shorten the prompt or lower max_tokens"
             )
-        needed = _peak_demand(request, self._tables_of(request), staged=prompt > self.chunk_limit)
-        if needed > self.pool.num_usable:
-            raise RequestError(
-                f"request {name!r} needs {needed} blocks ({prompt} prompt tokens, max_tokens={new}), but the pool has "
-                f"{self.pool.num_usable}: shorten the prompt, lower max_tokens or the budget, or give more KV memory"
-            )
+        self._check_fits(request)
         self._live[name] = self._waiting[name] = request
+
+    def _check_fits(self, request: Request) -> None:
+        name, prompt, new = request.request_id, request.prompt_length, request.params.max_tokens
+        tables, usable, limit = self._tables_of(request), self.pool.num_usable, self.chunk_limit
+        whole = _peak_demand(request, tables, staged=False)
+        if whole > usable:
+            raise RequestError(
+                f"request {name!r} needs {whole} blocks ({prompt} prompt tokens, max_tokens={new}), but the pool has "
+                f"{usable}: shorten the prompt, lower max_tokens or the budget, or give more KV memory"
+            )
+        needed = _peak_demand(request, tables, staged=prompt > limit)
+        if needed > usable:
+            raise RequestError(
+                f"request {name!r} needs {needed} blocks to stage its {prompt} prompt tokens, computed in chunks of at "
+                f"most {limit} ({whole} blocks in one piece), but the pool has {usable}: raise max_batch_tokens, and "
+                f"prefill_chunk_tokens if set, to {prompt}, shorten the prompt or give more KV memory"
+            )
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a live request in whatever state it is and give its blocks back.

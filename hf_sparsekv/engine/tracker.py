@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerBase
 
-from hf_sparsekv.cache.rows import RowState
 from hf_sparsekv.engine.inflight import HostTokens
 from hf_sparsekv.engine.memory import MemoryPlan
 from hf_sparsekv.engine.output import RequestOutput, RequestReport, TokenLogprobs, report_of
@@ -154,8 +153,8 @@ class Tracker:
             yield ProgressBar(bar)
 
     def _report(self, request: Request, live: _Live) -> RequestReport:
-        memory, plan = self._memory, request.plan  # a configuration of its own has rows of its own size
-        row = RowState.row_bytes(plan, plan.shape.num_kv_heads, memory.block_size, memory.max_model_len)
+        memory = self._memory
+        row = memory.row_bytes_of(request.plan)  # a configuration of its own has rows of its own size
         seen = request.prompt_length + len(request.output_ids)
         return report_of(
             request,

@@ -1,17 +1,31 @@
 """Model facts: what a sparse cache needs to know of an architecture, and which ones it refuses."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_sparsekv.errors import ModelError
+from hf_sparsekv.errors import ModelError, shown
 from hf_sparsekv.plan import ModelShape
 
 _STATIC_ROPE_TYPES = ("linear", "llama3", "yarn")
 """RoPE variants whose frequencies do not depend on the length."""
 _MODALITIES = ("vision", "image", "video", "audio", "speech", "vq_", "protein")
 """What the names of sub-configurations contain where a model reads more than text."""
+
+
+def check_model(model: object) -> None:
+    """Refuse what is no causal language model of transformers; a wrapper that generates is one.
+
+    Raises:
+        ModelError: what it is, and how to load one.
+    """
+    if not (isinstance(model, nn.Module) and hasattr(model, "generate")):
+        got = type(model).__name__ if isinstance(model, nn.Module) else f"{type(model).__name__} {shown(model)}"
+        raise ModelError(
+            f"model must be a causal language model of transformers, got {got}: load it first, "
+            "AutoModelForCausalLM.from_pretrained(...)"
+        )
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -316,24 +316,25 @@ def decode_obstacle(dtype: torch.dtype, head_dim: int, group: int) -> str | None
     return None
 
 
-def reserve_decode_workspace(device: torch.device, sizes: list[tuple[int, int, int, int, int, bool]]) -> None:
+def reserve_decode_workspace(device: torch.device, sizes: list[tuple[int, int, int, int, int, bool]]) -> Tensor | None:
     """Allocate the current stream's workspace for all decode launches to come: a CUDA graph must not allocate it.
 
     Args:
         device: of the launches.
         sizes: of each kind of launch: requests, KV heads, query heads per KV head, head dim, largest length, and
             whether it is a `decode_step` (else `attend_slots`). Shapes that no kernel takes need nothing.
+    Returns:
+        What those launches will use, until a larger one is asked for: a graph that was captured has to hold it.
     """
     ops = load()
     if ops is None:
-        return
+        return None
     needed = [
         ops.decode_workspace_bytes(batch, kv_heads, group, 1, dim, length, is_step)
         for batch, kv_heads, group, dim, length, is_step in sizes
         if dim in HEAD_DIMS and group <= MAX_DECODE_GROUP
     ]
-    if needed:
-        _workspaces.at_least(max(needed), device)
+    return _workspaces.at_least(max(needed), device) if needed else None
 
 
 KERNELS = {

@@ -75,6 +75,22 @@ def test_compiled_layers_in_graphs_give_what_they_give_without() -> None:
         assert [output.token_ids for output in engine.generate(prompts(), GREEDY)] == replayed
 
 
+def test_configurations_come_and_go_and_none_gets_the_graphs_of_another() -> None:
+    """The budgets grow, so that each configuration needs more workspace than was reserved before."""
+    model, given = model_of(torch.bfloat16), {}
+    for graphs in (False, True):
+        options = EngineConfig(kv_memory_bytes=MEMORY, max_num_seqs=2, compile=False, cuda_graphs=graphs)
+        with Engine(model, CONFIG.with_(num_full_layers=4), options) as engine:
+            for config in [None, *(CONFIG.with_(budget=96 + 100 * i) for i in range(8))] * 2:
+                outputs = engine.generate(prompts(), GREEDY, config=config)
+                given.setdefault(graphs, []).append([output.token_ids for output in outputs])
+            if graphs:
+                captured = engine._runner._graphs._captured.values()
+                held = {group for graph in captured for group in graph.groups}
+                assert held <= set(engine._groups.values())
+    assert given[True] == given[False]
+
+
 def test_graphs_where_no_kernel_fits_are_refused_when_asked_for() -> None:
     model = model_of(torch.float32)
     with pytest.raises(skv.ConfigError, match="cuda_graphs"):

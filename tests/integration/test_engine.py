@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_sparsekv as skv
+from hf_sparsekv.engine.group import Group
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 from hf_sparsekv.scorers import scorer_names
 from hf_sparsekv.testing.compare import assert_same_up_to_rounding
@@ -249,7 +250,7 @@ def test_a_resumed_request_goes_on_from_the_tokens_it_had_not_from_those_sampled
     """Elsewhere than here, a batch of another size rounds differently, and sampling again gives other tokens."""
     prompts, new = prompts_of((5, 30, 12, 22, 3, 30, 8, 25)), 60
     params = skv.SamplingParams(max_tokens=new, ignore_eos=True, repetition_penalty=1.3)
-    feed_known, spoiled = skv.Engine._feed_known, []
+    feed_known, spoiled = Group.feed_known, []
 
     def spoil_and_feed(group):
         for request in group.requests:
@@ -260,7 +261,7 @@ def test_a_resumed_request_goes_on_from_the_tokens_it_had_not_from_those_sampled
         feed_known(group)
 
     expected, _ = run(model, SPARSE, prompts, ROOMY, params)
-    monkeypatch.setattr(skv.Engine, "_feed_known", staticmethod(spoil_and_feed))
+    monkeypatch.setattr(Group, "feed_known", spoil_and_feed)
     tokens, _ = run(model, SPARSE, prompts, tight(SPARSE, model, prompts, new_tokens=new), params)
     assert len(spoiled) >= 20
     assert tokens == expected

@@ -111,7 +111,8 @@ def test_token_ids_may_come_as_any_sequence(engine, expected, kind):
 
 def test_a_prompt_longer_than_the_pool_fails_alone(model, expected):
     config = SPARSE.with_(num_full_layers=3)
-    with skv.Engine(model, SPARSE, OPTIONS.with_(kv_memory_bytes=80 << 10, max_num_seqs=2)) as engine:
+    small = OPTIONS.with_(kv_memory_bytes=80 << 10, max_num_seqs=2, max_batch_tokens=160)
+    with skv.Engine(model, SPARSE, small) as engine:
         name = engine.add_request(GOOD[2], GREEDY, stream=False)
         with pytest.raises(skv.RequestError, match=r"needs 120 blocks .* but the pool has \d+: shorten the prompt"):
             engine.add_request([5] * 149, skv.SamplingParams(max_tokens=11), config=config)

@@ -52,6 +52,12 @@ def answer(model):
         return engine.generate([PROMPT], greedy())[0].token_ids
 
 
+def bytes_of_a_row(group):
+    """By the tensors, the ids of the vocabulary apart, which belong to no row."""
+    sampler = [t for name, t in vars(group.sampler).items() if isinstance(t, torch.Tensor) and name != "_vocab"]
+    return (group.rows.nbytes + sum(t.nbytes for t in sampler)) // group.rows.num_rows
+
+
 def finish(engine):
     """Outputs of all live requests by id."""
     outputs = {}
@@ -212,6 +218,37 @@ def test_ids_that_the_engine_gives_avoid_those_that_are_taken(engine):
         engine.abort(name)
 
 
+# --- what is left out ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "new"), [(30, 98), (1, 127), (126, 2), (127, 1)])
+def test_without_parameters_a_request_may_generate_what_the_engine_has_room_for(engine, length, new):
+    assert OPTIONS.max_model_len == length + new
+    output = engine.generate([(PROMPT * 5)[:length]])[0]
+    assert output.error is None
+    assert len(output.token_ids) == new or output.finish_reason == "stop"
+    name = engine.add_request((PROMPT * 5)[:length])
+    assert engine._tracker._live[name].request.params.max_tokens == new
+    engine.abort(name)
+
+
+def test_without_parameters_it_generates_256_tokens_at_the_most(model):
+    with skv.Engine(model, SPARSE, OPTIONS.with_(max_model_len=400)) as engine:
+        name = engine.add_request(PROMPT)
+        assert engine._tracker._live[name].request.params.max_tokens == 256
+
+
+def test_without_parameters_a_prompt_that_leaves_no_room_is_refused_by_its_length(engine):
+    output = engine.generate([(PROMPT * 5)[:128]])[0]
+    assert "128 prompt tokens and max_tokens=1, 129 together, but the engine serves at most 128" in output.error
+
+
+@pytest.mark.parametrize("thing", [None, "some/model", torch.nn.Linear(2, 2), skv.SparseKVConfig()])
+def test_what_is_no_model_is_refused_with_what_to_do(thing):
+    with pytest.raises(skv.ModelError, match=r"causal language model of transformers, got .* load it first, AutoModel"):
+        skv.Engine(thing, SPARSE, OPTIONS)
+
+
 # --- reports ------------------------------------------------------------------------------------------------------
 
 
@@ -238,8 +275,7 @@ def test_the_reported_bytes_are_the_blocks_and_the_row_that_the_request_held(mod
 
         engine._scheduler.finish = note_and_finish
         report = engine.generate([(PROMPT * 4)[:length]], greedy(max_tokens=new))[0].report
-        memory, rows = engine.memory, next(iter(engine._groups.values())).rows
-        row_bytes = rows.nbytes // rows.num_rows
+        memory, row_bytes = engine.memory, bytes_of_a_row(engine._groups.own)
     seen = length + new - 1  # the last token is never fed back
     kept = ceil(config.budget * length) if isinstance(config.budget, float) else config.budget
     window = ceil(min(max(kept, 10), length + new) / BLOCK)
@@ -252,9 +288,9 @@ def test_the_reported_bytes_are_the_blocks_and_the_row_that_the_request_held(mod
 
 def test_a_request_with_its_own_configuration_reports_its_own_row(engine):
     output = engine.generate([PROMPT], greedy(), config=DENSE)[0]
-    rows = engine._groups[DENSE.to_json()].rows
     blocks = NUM_LAYERS * ceil((len(PROMPT) + 23) / BLOCK)
-    assert output.report.cache_bytes == blocks * engine.memory.block_bytes + rows.nbytes // rows.num_rows
+    row_bytes = bytes_of_a_row(engine._groups[DENSE.to_json()])
+    assert output.report.cache_bytes == blocks * engine.memory.block_bytes + row_bytes
 
 
 def test_times_are_in_order(engine):

@@ -1,8 +1,15 @@
-"""The sizes that graphs are captured for: enough for what runs, few in number, never past the limit."""
+"""The sizes that graphs are captured for: enough for what runs, few in number, never past the limit; whose they are."""
+
+import gc
+import weakref
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from hf_sparsekv.engine.graphs import batch_bucket, length_bucket
+from hf_sparsekv.cache.pages import PagePool
+from hf_sparsekv.engine.graphs import DecodeGraphs, _Captured, batch_bucket, length_bucket
+from hf_sparsekv.engine.group import Group
 
 
 @pytest.mark.parametrize(
@@ -31,3 +38,82 @@ def test_every_length_has_a_bound_that_holds_it():
     for limit in (1, 100, 1024, 5000):
         for length in range(1, limit + 1):
             assert length <= length_bucket(length, limit) <= limit
+
+
+# --- whose graphs they are ----------------------------------------------------------------------------------------
+
+
+class Graph:
+    """Stands for a captured graph, which needs a GPU."""
+
+    def replay(self):
+        pass
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    captured = []
+
+    def capture(self, parts, groups):
+        captured.append(groups)
+        return _Captured(Graph(), [], groups, None)
+
+    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+    graphs = DecodeGraphs(PagePool(2, 1, 4, 8, torch.float32, torch.device("cpu")), 1, lambda step, groups: [])
+    graphs.captured = captured
+    return graphs
+
+
+def group_of():
+    return Group(SimpleNamespace(num_rows=4, max_length=100), None)
+
+
+def run(graphs, *groups):
+    decode = [SimpleNamespace(rows=group.rows, count=1, max_length=9) for group in groups]
+    parts = [SimpleNamespace(group=group) for group in groups]
+    graphs.run(SimpleNamespace(step=SimpleNamespace(decode=decode), groups=parts))
+
+
+def test_a_graph_is_captured_once_for_the_same_groups(graphs):
+    one, other = group_of(), group_of()
+    for groups in ([one], [other], [one, other], [one], [other], [one, other]):
+        run(graphs, *groups)
+    assert graphs.captured == [[one], [other], [one, other]]
+
+
+def test_the_graphs_of_a_group_that_is_dropped_go_and_the_others_stay(graphs):
+    one, other = group_of(), group_of()
+    for groups in ([one], [other], [one, other]):
+        run(graphs, *groups)
+    graphs.forget(other)
+    graphs.captured.clear()
+    for groups in ([one], [other], [one, other]):
+        run(graphs, *groups)
+    assert graphs.captured == [[other], [one, other]]
+
+
+def test_no_group_gets_the_graph_of_one_that_was_dropped_though_it_may_get_its_address(graphs):
+    for _ in range(50):
+        group = group_of()
+        graphs.captured.clear()
+        run(graphs, group)
+        assert graphs.captured == [[group]]
+        graphs.captured.clear()
+        gone = weakref.ref(group)
+        graphs.forget(group)
+        del group
+        gc.collect()
+        assert gone() is None
+
+
+def test_a_graph_keeps_its_group_until_it_is_forgotten(graphs):
+    group = group_of()
+    run(graphs, group)
+    graphs.captured.clear()
+    kept = weakref.ref(group)
+    del group
+    gc.collect()
+    assert kept() is not None

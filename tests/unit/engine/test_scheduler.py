@@ -285,7 +285,11 @@ def test_a_stranger_cannot_be_finished():
         (request("x", 3, max_tokens=0), "max_tokens=0: ask for at least 1"),
         (request("x", 60, max_tokens=5), "60 prompt tokens and max_tokens=5, 65 together, .* at most 64: shorten"),
         (request("x", 20, max_tokens=22), "needs 22 blocks .* but the pool has 20: shorten"),
-        (request("x", 24, max_tokens=1, budgets=(FULL, FULL, 4, 4)), "needs 26 blocks"),  # 12 + 2 + 12 of staging
+        (  # 12 + 2 + 12 of staging
+            request("x", 24, max_tokens=1, budgets=(FULL, FULL, 4, 4)),
+            "needs 26 blocks to stage its 24 prompt tokens, computed in chunks of at most 16 .14 blocks in one piece., "
+            "but the pool has 20: raise max_batch_tokens, and prefill_chunk_tokens if set, to 24, shorten",
+        ),
         (request("a", 3), "'a' is known already"),
     ],
 )

@@ -1,0 +1,122 @@
+"""Groups: which sparse configurations are in use, and the device state of each.
+
+Every group has as many rows as the engine may run requests, whoever uses them. So a group is made when the first
+request of its configuration has been accepted, and dropped, some time after its last one, when another needs room.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+
+import torch
+
+from hf_sparsekv.cache.rows import RowState
+from hf_sparsekv.config import SparseKVConfig
+from hf_sparsekv.engine.group import Group
+from hf_sparsekv.engine.memory import MemoryPlan
+from hf_sparsekv.engine.request import Request
+from hf_sparsekv.engine.sampler import SamplerState
+from hf_sparsekv.errors import ConfigError, shown
+from hf_sparsekv.plan import LayerPlan
+
+MAX_IDLE = 4
+"""Groups without a live request that may stay when another is made: clients tend to come back."""
+
+
+class Groups(Mapping[Hashable, Group]):
+    """The groups by the key of their configuration; the engine's own is there from the beginning and stays."""
+
+    def __init__(
+        self,
+        config: SparseKVConfig,
+        memory: MemoryPlan,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        stop_ids: tuple[int, ...],
+        forget: Callable[[Group], None],
+    ) -> None:
+        """The engine's own group.
+
+        Args:
+            config: the engine's own.
+            memory: how many rows, and of which size; its plan is the one of `config`.
+            vocab_size: V, the width of the logits.
+            device: of the rows.
+            stop_ids: the model's end-of-sequence tokens.
+            forget: called with a group that is about to be dropped.
+        """
+        self._memory, self._vocab_size, self._device = memory, vocab_size, device
+        self._stop_ids, self._forget = stop_ids, forget
+        self._live: Counter[Hashable] = Counter()
+        self._idle: dict[Hashable, None] = {}
+        """Keys without a live request, the longest idle first; never the engine's own."""
+        self._own_key: Hashable = config.to_json()
+        self._by_key: dict[Hashable, Group] = {self._own_key: self._new_group(config, memory.layers)}
+
+    def __getitem__(self, key: Hashable) -> Group:
+        return self._by_key[key]
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._by_key)
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    @property
+    def own(self) -> Group:
+        """Of the engine's own configuration."""
+        return self._by_key[self._own_key]
+
+    def plan_of(self, config: SparseKVConfig) -> tuple[Hashable, LayerPlan]:
+        """The key and the plan of a configuration; nothing is reserved for it.
+
+        Raises:
+            ConfigError: no SparseKVConfig, or one that does not fit the model.
+        """
+        if not isinstance(config, SparseKVConfig):
+            raise ConfigError(f"config must be a SparseKVConfig: got {shown(config)}")
+        key = config.to_json()
+        if key in self._by_key:
+            return key, self._by_key[key].rows.plan
+        return key, LayerPlan.build(config, self._memory.layers.shape)
+
+    def enter(self, request: Request, config: SparseKVConfig) -> None:
+        """Count an accepted request in; the first of a configuration makes its group, and drops idle ones for it."""
+        key = request.group
+        if key not in self._by_key:
+            while len(self._idle) > MAX_IDLE:
+                self._drop(next(iter(self._idle)))
+            self._by_key[key] = self._new_group(config, request.plan)
+        self._idle.pop(key, None)
+        self._live[key] += 1
+
+    def leave(self, request: Request) -> None:
+        """Count a request out that has ended."""
+        key = request.group
+        self._live[key] -= 1
+        if self._live[key] == 0:
+            del self._live[key]
+            if key != self._own_key:
+                self._idle[key] = None
+
+    def clear(self) -> None:
+        """Let go of every group, the engine's own too."""
+        self._by_key.clear()
+        self._idle.clear()
+
+    def _drop(self, key: Hashable) -> None:
+        del self._idle[key]
+        self._forget(self._by_key.pop(key))
+
+    def _new_group(self, config: SparseKVConfig, plan: LayerPlan) -> Group:
+        memory = self._memory
+        rows = RowState(
+            config,
+            plan,
+            num_rows=memory.num_rows,
+            num_kv_heads=plan.shape.num_kv_heads,
+            page_size=memory.block_size,
+            max_length=memory.max_model_len,
+            device=self._device,
+        )
+        return Group(rows, SamplerState(memory.num_rows, self._vocab_size, self._device, self._stop_ids))
