@@ -27,6 +27,9 @@ class EngineConfig:
     prefill_target_tokens: int = 2048
     """Prompt tokens that keep a GPU busy: a step that has as many admits no further prompt. Prompts that begin in one
     step also end in one, all of them late; one after the other, each has its first token as soon as it can."""
+    reserve_output_tokens: int = 512
+    """A request is admitted only when every running one could still grow by as many tokens: fewer means more requests
+    at once, and more of them preempted and computed again."""
     max_model_len: int | None = None
     """Longest request, prompt and output; None = what the model was made for, or what the memory holds if less."""
     compile: bool | None = None
@@ -45,6 +48,9 @@ class EngineConfig:
         for name in ("kv_memory_bytes", "prefill_chunk_tokens", "max_model_len"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name))
+        reserve = self.reserve_output_tokens
+        if isinstance(reserve, bool) or not isinstance(reserve, int) or reserve < 0:
+            raise ConfigError(f"reserve_output_tokens must be an int >= 0: got {reserve!r}")
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, float) or not 0.0 < fraction < 1.0:
             raise ConfigError(f"memory_fraction must be a float in (0, 1): got {fraction!r}")

@@ -103,6 +103,7 @@ class Engine:
             max_batch_tokens=options.max_batch_tokens,
             prefill_chunk_tokens=options.prefill_chunk_tokens,
             prefill_target_tokens=options.prefill_target_tokens,
+            reserve_output_tokens=options.reserve_output_tokens,
             max_model_len=memory.max_model_len,
         )
         inv_freq = rope_inv_freq(model.config, shape.head_dim)

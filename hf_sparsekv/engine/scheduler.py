@@ -77,6 +77,7 @@ class Scheduler:
         max_batch_tokens: rows of a forward pass.
         prefill_chunk_tokens: the most prompt tokens of one request in a step. Default: `max_batch_tokens`.
         prefill_target_tokens: a step that has as many prompt tokens admits no further prompt. Default: no such bound.
+        reserve_output_tokens: tokens of coming output for which admission leaves blocks to every request that runs.
         max_model_len: the most tokens of prompt and output together.
     """
 
@@ -89,6 +90,7 @@ class Scheduler:
         max_batch_tokens: int,
         prefill_chunk_tokens: int | None = None,
         prefill_target_tokens: int | None = None,
+        reserve_output_tokens: int = 0,
         max_model_len: int,
     ) -> None:
         self.chunk_limit = max_batch_tokens if prefill_chunk_tokens is None else prefill_chunk_tokens
@@ -100,6 +102,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_batch_tokens = max_batch_tokens
         self.prefill_target_tokens = max_batch_tokens if prefill_target_tokens is None else prefill_target_tokens
+        self.reserve_output_tokens = reserve_output_tokens
         self.max_model_len = max_model_len
         self.running: list[Request] = []
         """Admitted requests, in PREFILL or RUNNING, oldest first."""
@@ -245,6 +248,9 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan) -> None:
         left = self.max_batch_tokens - plan.num_tokens
+        if not self._waiting:
+            return
+        reserved = sum(map(self._coming_blocks, self.running))
         while self._waiting and left > 0 and len(self.running) < self.max_num_seqs:
             if plan.num_prompt_tokens >= self.prefill_target_tokens:
                 return  # the device is busy enough: more would only make every request of the step wait
@@ -253,7 +259,7 @@ class Scheduler:
             if length == 0:
                 return
             tables, is_staged = self._tables_of(request), length < request.prompt_length
-            if _peak_demand(request, tables, staged=is_staged) > self.pool.num_free:
+            if _peak_demand(request, tables, staged=is_staged) + reserved > self.pool.num_free:
                 return
             tables.allocate(self.pool, _admission_length(request), is_staged)
             del self._waiting[request.request_id]
@@ -261,6 +267,15 @@ class Scheduler:
             self.running.append(request)
             self._add_chunk(plan, request, length)
             left -= length
+            reserved += self._coming_blocks(request)
+
+    def _coming_blocks(self, request: Request) -> int:
+        """Blocks that an admitted request will take for the output that is reserved for it."""
+        if self.reserve_output_tokens == 0 or request.tables is None:
+            return 0
+        now = max(request.cached_length, _admission_length(request))
+        then = min(now + self.reserve_output_tokens, request.final_length)
+        return request.tables.demand(then, staged=False) - request.tables.demand(now, staged=False)
 
     def _first_chunk_length(self, request: Request, left: int, plan: StepPlan) -> int:
         """Tokens to begin a prompt with when `left` fit the step; 0 to let it wait."""

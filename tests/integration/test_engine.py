@@ -23,7 +23,14 @@ SPARSE = skv.SparseKVConfig(
 DENSE = SPARSE.with_(num_full_layers=3)
 NEW_TOKENS = 24
 GREEDY = skv.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-ROOMY = skv.EngineConfig(kv_memory_bytes=4 << 20, max_num_seqs=8, max_batch_tokens=256, block_size=8, max_model_len=128)
+ROOMY = skv.EngineConfig(
+    kv_memory_bytes=4 << 20,
+    max_num_seqs=8,
+    max_batch_tokens=256,
+    block_size=8,
+    reserve_output_tokens=0,  # small pools preempt
+    max_model_len=128,
+)
 TIGHT = ROOMY.with_(max_num_seqs=6, block_size=4)
 """To be given a memory that does not hold what runs at once."""
 DECODES = ("replace_lowest", "ring", "grow")

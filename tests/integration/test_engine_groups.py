@@ -12,7 +12,12 @@ from hf_sparsekv.testing.models import tiny_llama
 SPARSE = skv.SparseKVConfig(num_full_layers=1, budget=21, num_sink_tokens=2, num_recent_tokens=8, observation_window=6)
 OTHERS = [SPARSE.with_(budget=22 + i) for i in range(9)]
 OPTIONS = skv.EngineConfig(
-    kv_memory_bytes=1 << 20, max_num_seqs=4, max_batch_tokens=64, block_size=4, max_model_len=128
+    kv_memory_bytes=1 << 20,
+    max_num_seqs=4,
+    max_batch_tokens=64,
+    block_size=4,
+    reserve_output_tokens=0,  # small pools preempt
+    max_model_len=128,
 )
 PROMPT = [(7 * i) % 250 + 3 for i in range(50)]
 GREEDY = skv.SamplingParams(max_tokens=6, ignore_eos=True)

@@ -17,6 +17,7 @@ OPTIONS = skv.EngineConfig(
     max_batch_tokens=128,
     prefill_chunk_tokens=40,
     block_size=4,
+    reserve_output_tokens=0,  # preempt
     max_model_len=MAX_LENGTH,
 )
 

@@ -325,3 +325,17 @@ def test_a_step_with_prompts_enough_admits_no_further_one():
         engine.add(request(name, length))
     steps = [[chunk.request.request_id for chunk in engine.schedule().prefill] for _ in range(3)]
     assert steps == [["a", "b"], ["c", "d"], ["e"]]
+
+
+@pytest.mark.parametrize(("reserve", "admitted", "preempted"), [(0, 3, True), (8, 2, False), (64, 2, False)])
+def test_admission_leaves_blocks_for_the_output_of_those_that_run(reserve, admitted, preempted):
+    """Two full layers, blocks of 4: a request of 16 tokens begins with 10 blocks and ends with 24."""
+    pool = BlockPool(49)
+    engine = Scheduler(
+        pool, block_size=4, max_num_seqs=8, max_batch_tokens=100, reserve_output_tokens=reserve, max_model_len=64
+    )
+    for name in "abcd":
+        engine.add(request(name, 16, max_tokens=32))
+    assert len(engine.schedule().prefill) == admitted
+    plans = [engine.schedule() for _ in range(31)]
+    assert any(plan.preempted for plan in plans) == preempted
