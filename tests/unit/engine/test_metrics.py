@@ -100,7 +100,12 @@ def test_preemptions_are_counted_and_no_token_twice():
     config = SparseKVConfig(full_layers=(0, 1))
     model = tiny_llama(num_layers=2, num_heads=4, num_kv_heads=2)
     options = EngineConfig(
-        kv_memory_bytes=200_000, max_num_seqs=4, max_batch_tokens=64, max_model_len=160, block_size=8
+        kv_memory_bytes=200_000,
+        max_num_seqs=4,
+        max_batch_tokens=64,
+        max_model_len=160,
+        block_size=8,
+        reserve_output_tokens=0,
     )
     with Engine(model, config, options) as engine:
         outputs = engine.generate([[5] * 40] * 8, SamplingParams(max_tokens=100, ignore_eos=True))
