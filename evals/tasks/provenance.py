@@ -1,0 +1,50 @@
+"""What made a figure: versions, commit, the model by its weights."""
+
+import hashlib
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+import hf_sparsekv as skv
+
+
+def versions() -> dict[str, str]:
+    """Of everything that may move a figure."""
+    return {
+        "hf_sparsekv": skv.__version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with a + where files differ from it; None outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + "+" * bool(changed.strip())
+
+
+def model_facts(model: transformers.PreTrainedModel, name: str) -> dict[str, Any]:
+    """Which model it was, whatever it was called: JSON-able."""
+    digest = hashlib.sha256()
+    for key, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return {
+        "name": name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "num_parameters": model.num_parameters(),
+        "weights_sha256": digest.hexdigest(),
+    }
