@@ -6,6 +6,7 @@ host never keeps the device waiting; a request that ends is noticed one step lat
 """
 
 import itertools
+import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -68,6 +69,7 @@ class Engine:
         self._shape = model_shape(model.config)
         self._vocab_size, self._stop_ids = text_config(model.config).vocab_size, generation_stop_ids(model)
         self._in_flight: InFlight | None = None
+        self._stepping = threading.Lock()
         self._ids = itertools.count()
         self._attention_before: str | None = use_paged_attention(model)
         self._runner = Runner(model, self._shape)
@@ -79,6 +81,7 @@ class Engine:
             raise
         self.metrics, self.thread = EngineMetrics(self._scheduler), EngineThread(self, self._on_device)
 
+    @torch.inference_mode(False)  # what is made in inference mode could not be written to outside it
     def _initialise(self, kv_bytes: int) -> None:
         """Share the memory out, and reserve it."""
         model, shape, options = self.model, self._shape, self.options
@@ -259,15 +262,19 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Launch one forward pass, then read the tokens of the one before; outputs of requests that moved on.
 
-        A forward pass that raises, which no request alone can be blamed for, ends all of them; its error goes on.
+        What no request alone can be blamed for (a forward pass that raises, an interrupt) ends all of them and goes on.
         """
         self._check_open("step()")
+        if not self._stepping.acquire(blocking=False):
+            raise RequestError("step() while another thread is in it: let one thread step, or use stream()")
         try:
             before, self._in_flight = self._in_flight, self._launch()
+            outputs = [] if before is None else self._collect(before)
         except BaseException:
-            self._abort_all()  # the plan counts on tokens that will never come
+            self._abort_all()  # what comes next counts on tokens that are lost
             raise
-        outputs = [] if before is None else self._collect(before)
+        finally:
+            self._stepping.release()
         if self._in_flight is not None and not self._scheduler.has_unfinished:
             self._in_flight = None  # nobody waits for its tokens
         return outputs

@@ -50,7 +50,7 @@ class Groups(Mapping[Hashable, Group]):
         self._live: Counter[Hashable] = Counter()
         self._idle: dict[Hashable, None] = {}
         """Keys without a live request, the longest idle first; never the engine's own."""
-        self._own_key: Hashable = config.to_json()
+        self._own_key: Hashable = _key(config)
         self._by_key: dict[Hashable, Group] = {self._own_key: self._new_group(config, memory.layers)}
 
     def __getitem__(self, key: Hashable) -> Group:
@@ -75,7 +75,7 @@ class Groups(Mapping[Hashable, Group]):
         """
         if not isinstance(config, SparseKVConfig):
             raise ConfigError(f"config must be a SparseKVConfig: got {shown(config)}")
-        key = config.to_json()
+        key = _key(config)
         if key in self._by_key:
             return key, self._by_key[key].rows.plan
         return key, LayerPlan.build(config, self._memory.layers.shape)
@@ -108,6 +108,7 @@ class Groups(Mapping[Hashable, Group]):
         del self._idle[key]
         self._forget(self._by_key.pop(key))
 
+    @torch.inference_mode(False)  # what is made in inference mode could not be written to outside it
     def _new_group(self, config: SparseKVConfig, plan: LayerPlan) -> Group:
         memory = self._memory
         rows = RowState(
@@ -120,3 +121,11 @@ class Groups(Mapping[Hashable, Group]):
             device=self._device,
         )
         return Group(rows, SamplerState(memory.num_rows, self._vocab_size, self._device, self._stop_ids))
+
+
+def _key(config: SparseKVConfig) -> Hashable:
+    """What makes two configurations one: the same options, the same scorer object or one of the same class.
+
+    A name may have been registered anew since, with another class behind it.
+    """
+    return config, type(config.scorer_object)

@@ -87,6 +87,10 @@ class Runner:
 
     def run(self, batch: Batch) -> StepTokens:
         """The next token of every request whose prompt is complete; device state moves on by one token."""
+        with torch.autocast(self.device.type, enabled=False):  # the caller's would cast what the pool stores
+            return self._run(batch)
+
+    def _run(self, batch: Batch) -> StepTokens:
         for part in batch.groups:
             part.group.sampler.flush()
         if batch.is_decode_only and self._graphs is not None:
@@ -124,7 +128,7 @@ class Runner:
 
     def forward(self, step: Step, tokens: Tensor, positions: Tensor, logit_index: Tensor | int) -> Tensor:
         """Logits [n, V] of the tokens at `logit_index` (0 = all) for token ids and positions int64 [T]."""
-        with running(self._handle, step):
+        with running(self._handle, step, self._shape.num_layers):
             output = self._model(
                 input_ids=tokens[None],
                 position_ids=positions[None],

@@ -112,18 +112,18 @@ def new_handle() -> int:
 
 
 @contextmanager
-def running(handle: int, step: Step) -> Iterator[None]:
-    """Forward passes inside belong to `step`.
+def running(handle: int, step: Step, num_layers: int) -> Iterator[None]:
+    """The one forward pass inside belongs to `step`.
 
     Raises:
-        ModelError: they did not call it: the model's attention is not the engine's any more.
+        ModelError: not every layer called it: the model's attention is not the engine's any more.
     """
     now = _running[handle] = _Running(step)
     try:
         yield
     finally:
         del _running[handle]
-    if now.next_layer == 0:
+    if now.next_layer != num_layers:
         raise ModelError(
             f"the model's attention was set to something other than {PAGED_NAME!r} while an Engine had it: "
             "close the engine first"

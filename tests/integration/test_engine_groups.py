@@ -64,12 +64,12 @@ def test_a_request_that_is_refused_reserves_nothing(engine, prompt, params, conf
 
 def test_a_group_is_made_once_for_all_requests_of_a_configuration(engine):
     run(engine, OTHERS[0])
-    group = engine._groups[OTHERS[0].to_json()]
+    group = engine._groups[engine._groups.plan_of(OTHERS[0])[0]]
     engine.add_request(PROMPT, GREEDY, config=OTHERS[0])
     engine.add_request(PROMPT, GREEDY, config=skv.SparseKVConfig.from_json(OTHERS[0].to_json()))
     engine.add_request(PROMPT, GREEDY)
     assert held(engine) == [SPARSE, OTHERS[0]]
-    assert engine._groups[OTHERS[0].to_json()] is group
+    assert engine._groups[engine._groups.plan_of(OTHERS[0])[0]] is group
     while engine.has_unfinished:
         engine.step()
 
@@ -78,7 +78,7 @@ def test_of_the_idle_groups_the_last_four_stay_and_the_memory_of_the_others_goes
     rows = {}
     for config in OTHERS:
         run(engine, config)
-        rows[config] = weakref.ref(engine._groups[config.to_json()].rows)
+        rows[config] = weakref.ref(engine._groups[engine._groups.plan_of(config)[0]].rows)
         assert len(held(engine)) <= 1 + groups.MAX_IDLE + 1
     # The last one was made when four others were left.
     assert held(engine) == [SPARSE, *OTHERS[-5:]]
@@ -133,7 +133,7 @@ def test_a_configuration_that_comes_back_gives_what_it_gave(engine):
 
 def test_a_further_configuration_costs_what_is_documented(engine):
     run(engine, OTHERS[3])
-    group, memory = engine._groups[OTHERS[3].to_json()], engine.memory
+    group, memory = engine._groups[engine._groups.plan_of(OTHERS[3])[0]], engine.memory
     sampler = group.sampler._rows.nbytes + group.sampler._row_ids.nbytes
     assert group.rows.nbytes + sampler == memory.num_rows * memory.row_bytes_of(group.rows.plan)
 

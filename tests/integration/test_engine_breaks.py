@@ -1,0 +1,119 @@
+"""The engine under what callers do to it: interrupts, threads, inference mode, scorers that change."""
+
+import threading
+
+import pytest
+import torch
+
+import hf_sparsekv as skv
+from hf_sparsekv.engine.inflight import InFlight
+from hf_sparsekv.testing.models import tiny_llama
+
+OPTIONS = skv.EngineConfig(kv_memory_bytes=8 << 20, max_num_seqs=4, max_batch_tokens=128, max_model_len=128)
+CONFIG = skv.SparseKVConfig(num_full_layers=1, budget=40, num_recent_tokens=8, observation_window=8)
+GREEDY = skv.SamplingParams(max_tokens=10, ignore_eos=True)
+PROMPT = [(7 * i) % 250 + 3 for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(num_layers=3)
+
+
+def tokens(engine, **options):
+    return engine.generate([PROMPT], GREEDY, **options)[0].token_ids
+
+
+def drain(engine):
+    while engine.has_unfinished:
+        engine.step()
+
+
+def test_an_interrupt_while_tokens_are_read_ends_every_request(model, monkeypatch):
+    with skv.Engine(model, CONFIG, OPTIONS) as engine:
+        expected = tokens(engine)
+        wait, calls = InFlight.wait, []
+
+        def interrupted(step):
+            calls.append(step)
+            if len(calls) == 4:
+                raise KeyboardInterrupt
+            return wait(step)
+
+        monkeypatch.setattr(InFlight, "wait", interrupted)
+        engine.add_request(PROMPT, GREEDY)
+        with pytest.raises(KeyboardInterrupt):
+            drain(engine)
+        assert not engine.has_unfinished
+        assert tokens(engine) == expected
+
+
+def signed(sign):
+    """A scorer class that orders keys by the norm of their values, upwards or downwards."""
+
+    class Signed(skv.Scorer):
+        name = "signed"
+        queries = "none"
+        is_query_aware = is_probability = False
+
+        def __init__(self, factor=sign):
+            self.factor = factor
+
+        def score(self, inputs):
+            return self.factor * inputs.values.float().norm(dim=-1)
+
+    return Signed
+
+
+def test_two_objects_of_one_scorer_class_are_two_configurations(model):
+    kind = signed(1.0)
+    configs = [CONFIG.with_(scorer=kind(sign), budget=24) for sign in (1.0, -1.0)]
+    with skv.Engine(model, configs[0], OPTIONS) as engine:
+        one, other = (tokens(engine, config=config) for config in configs)
+    for config, got in zip(configs, (one, other), strict=True):
+        out = skv.generate(model, torch.tensor([PROMPT]), config, max_new_tokens=10, do_sample=False, eos_token_id=None)
+        assert list(got) == out.new_tokens[0].tolist()
+    assert one != other
+
+
+def test_an_attention_that_changes_within_a_pass_is_noticed(model):
+    own = tiny_llama(num_layers=3)
+    hook = own.model.layers[1].register_forward_pre_hook(lambda *_: own.set_attn_implementation("sdpa"))
+    with skv.Engine(own, CONFIG, OPTIONS) as engine:
+        engine.add_request(PROMPT, GREEDY)
+        with pytest.raises(skv.ModelError, match="close the engine first"):
+            engine.step()
+        hook.remove()
+
+
+def test_inference_mode_and_autocast_of_the_caller_do_not_matter(model):
+    with skv.Engine(model, CONFIG, OPTIONS) as engine:
+        expected = tokens(engine)
+    with torch.inference_mode():
+        engine = skv.Engine(model, CONFIG, OPTIONS)
+        assert tokens(engine) == expected
+    with engine:
+        assert tokens(engine) == expected
+        with torch.autocast("cpu", torch.bfloat16):
+            assert tokens(engine) == expected
+
+
+def test_a_second_thread_in_step_is_told_so(model, monkeypatch):
+    with skv.Engine(model, CONFIG, OPTIONS) as engine:
+        engine.add_request(PROMPT, GREEDY)
+        inside, done = threading.Event(), threading.Event()
+        launch = engine._launch
+
+        def slow():
+            inside.set()
+            done.wait(10)
+            return launch()
+
+        monkeypatch.setattr(engine, "_launch", slow)
+        thread = threading.Thread(target=engine.step)
+        thread.start()
+        assert inside.wait(10)
+        with pytest.raises(skv.RequestError, match="another thread"):
+            engine.step()
+        done.set()
+        thread.join()
