@@ -11,7 +11,10 @@ def shown(value: object) -> str:
     """A value as a message shows it: on one line, and not long."""
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:  # Python refuses to print the longest ones
         return f"an int of {value.bit_length()} bits"
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except RecursionError:  # lists in lists in lists, as a file may hold
+        return f"a {type(value).__name__} nested too deeply"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 

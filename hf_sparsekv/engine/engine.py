@@ -183,7 +183,11 @@ class Engine:
             return self.thread.abort(request_id)
         self._tracker.note_blocks(request_id)
         request = self._scheduler.abort(request_id)
-        return None if request is None else self._forget(request)
+        if request is None:
+            return None
+        output = self._forget(request)
+        self.thread.note_aborted(output)
+        return output
 
     def _abort_all(self) -> None:
         for request_id in list(self._tracker):

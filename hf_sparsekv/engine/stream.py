@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -82,6 +82,8 @@ class EngineThread:
         self._ids = itertools.count()
         self._routes: dict[str, Consumer] = {}
         """By live request; the thread's alone."""
+        self._outputs: deque[RequestOutput] | None = None
+        """What is still to be delivered, while consumers are being told; the thread's alone."""
         # All below belong to whoever holds `_changed`.
         self._changed = threading.Condition()
         self._commands: deque[tuple[Callable[[], None], Future[Any]]] = deque()
@@ -203,15 +205,28 @@ class EngineThread:
         thread = self._thread
         return thread is not None and thread is not threading.current_thread()
 
+    def note_aborted(self, output: RequestOutput) -> None:
+        """Pass on the end of a request that a consumer aborted while it was being told something."""
+        if self._is_telling:
+            assert self._outputs is not None
+            self._outputs.append(output)
+
+    @property
+    def _is_telling(self) -> bool:
+        """Whether the caller is a consumer, called by the thread."""
+        return self._thread is threading.current_thread() and self._outputs is not None
+
     def give_way(self, call: str) -> None:
         """Return once the caller may use the engine: the thread lets go of it as soon as no stream is open.
 
         Args:
             call: what the caller wants to do, for the message.
         Raises:
-            RequestError: a stream is open.
+            RequestError: a stream is open, or the caller is a consumer that is being told of an output.
             EngineError: the engine has failed in the thread.
         """
+        if self._is_telling:
+            raise RequestError(f"{call} while an output is delivered: take note of it, and call from another thread")
         with self._changed:
             while self.is_elsewhere:
                 if self._listening:
@@ -289,8 +304,7 @@ class EngineThread:
         try:
             with self._context():
                 while self._obey():
-                    for output in self._engine.step():
-                        self._deliver(output)
+                    self._deliver_all(self._engine.step())
         except BaseException as error:  # noqa: BLE001 (whatever it is: the alternative is streams that hang)
             _log.exception("the engine has failed: every open stream ends")
             self._let_go(_failed(error), failure=error)
@@ -317,6 +331,12 @@ class EngineThread:
             # Only now, so that whoever waits for its answer is told if it fails.
             with self._changed:
                 self._commands.popleft()
+
+    def _deliver_all(self, outputs: Iterable[RequestOutput]) -> None:
+        self._outputs = deque(outputs)
+        while self._outputs:
+            self._deliver(self._outputs.popleft())
+        self._outputs = None
 
     def _deliver(self, output: RequestOutput) -> None:
         consumer = self._routes.get(output.request_id)

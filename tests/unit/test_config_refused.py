@@ -159,3 +159,11 @@ def test_every_message_is_one_line_and_short():
             SparseKVConfig(**options)
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 400
+
+
+def test_a_value_too_deep_to_print_is_refused_like_any_other():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        SparseKVConfig(budget_shape=deep)

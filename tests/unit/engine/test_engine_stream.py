@@ -1,7 +1,6 @@
 """`Engine.stream` and its thread, on a real engine: from many threads and event loops as from one caller."""
 
 import asyncio
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,33 +12,10 @@ from hf_sparsekv.engine.request import FinishReason
 from hf_sparsekv.engine.sampling_params import SamplingParams
 from hf_sparsekv.errors import CacheError, ConfigError, EngineError, RequestError
 from hf_sparsekv.testing.models import tiny_llama
+from hf_sparsekv.testing.streams import WAIT_S, eventually, in_threads, tokens_of
 
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
-WAIT_S = 30.0
 PROMPTS = [[3 + (i * 7 + j) % 250 for j in range(1 + 5 * i)] for i in range(12)]
-
-
-def tokens_of(outputs):
-    """All new tokens in order, after checking that they are what the outputs as a whole say."""
-    outputs = list(outputs)
-    tokens = sum((output.new_token_ids for output in outputs), ())
-    assert tokens == outputs[-1].token_ids
-    assert [output.is_finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-    return tokens
-
-
-def eventually(is_true):
-    deadline = time.monotonic() + WAIT_S
-    while not is_true():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.002)
-
-
-def in_threads(*functions):
-    """Run them at once; their results."""
-    with ThreadPoolExecutor(len(functions)) as pool:
-        futures = [pool.submit(function) for function in functions]
-        return [future.result(WAIT_S) for future in futures]
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +130,23 @@ def test_closing_the_engine_ends_streams_and_refuses_new_ones(tiny_llama):
     with pytest.raises(CacheError, match="closed"):
         engine.step()
     engine.close()
+
+
+def test_a_consumer_may_abort_another_request_but_not_step(real):
+    engine, told = real, []
+
+    def on_output(output):
+        if not told:
+            with pytest.raises(RequestError, match="another thread"):
+                engine.step()
+            told.append(engine.abort("other"))
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: list(engine.thread.iterate(PROMPTS[1], LONG, request_id="other")))
+        eventually(lambda: engine.has_unfinished)
+        name = engine.thread.add_request(PROMPTS[2], LONG, on_output=on_output)
+        outputs = other.result(WAIT_S)
+        engine.abort(name)
+    assert outputs[-1].token_ids == told[0].token_ids
+    assert outputs[-1].finish_reason is FinishReason.ABORT
+    tokens_of(outputs)

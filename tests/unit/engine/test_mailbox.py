@@ -3,23 +3,8 @@
 import pytest
 
 from hf_sparsekv.engine.mailbox import Mailbox, merged
-from hf_sparsekv.engine.output import RequestOutput
 from hf_sparsekv.engine.request import FinishReason
-
-
-def output_of(name, tokens, new, reason=None):
-    return RequestOutput(
-        request_id=name,
-        prompt_ids=(),
-        token_ids=tokens,
-        new_token_ids=new,
-        text="".join(map(str, tokens)),
-        new_text="".join(map(str, new)),
-        finish_reason=reason,
-        error=None,
-        logprobs=None,
-        report=None,
-    )
+from hf_sparsekv.testing.streams import output_of
 
 
 def test_a_mailbox_wakes_once_until_it_is_emptied():

@@ -5,18 +5,15 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import hf_sparsekv
-from hf_sparsekv.engine.output import RequestOutput
 from hf_sparsekv.engine.request import FinishReason
 from hf_sparsekv.engine.stream import EngineThread
 from hf_sparsekv.errors import EngineError, RequestError
-
-WAIT_S = 30.0
+from hf_sparsekv.testing.streams import WAIT_S, eventually, in_threads, output_of, tokens_of
 
 
 class CountingEngine:
@@ -60,44 +57,6 @@ class CountingEngine:
             if is_last:
                 del self.live[name]
         return outputs
-
-
-def output_of(name, tokens, new, reason=None):
-    return RequestOutput(
-        request_id=name,
-        prompt_ids=(),
-        token_ids=tokens,
-        new_token_ids=new,
-        text="".join(map(str, tokens)),
-        new_text="".join(map(str, new)),
-        finish_reason=reason,
-        error=None,
-        logprobs=None,
-        report=None,
-    )
-
-
-def tokens_of(outputs):
-    """All new tokens in order, after checking that they are what the outputs as a whole say."""
-    outputs = list(outputs)
-    tokens = sum((output.new_token_ids for output in outputs), ())
-    assert tokens == outputs[-1].token_ids
-    assert [output.is_finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-    return tokens
-
-
-def eventually(is_true):
-    deadline = time.monotonic() + WAIT_S
-    while not is_true():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.002)
-
-
-def in_threads(*functions):
-    """Run them at once; their results."""
-    with ThreadPoolExecutor(len(functions)) as pool:
-        futures = [pool.submit(function) for function in functions]
-        return [future.result(WAIT_S) for future in futures]
 
 
 @pytest.fixture
