@@ -15,7 +15,7 @@ from hf_sparsekv.engine.group import Group
 from hf_sparsekv.engine.sampler import SampledTokens
 from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.hf.compile import compile_layers, uncompile_layers
-from hf_sparsekv.hf.paged import HANDLE_KEYWORD, Step, new_handle, running
+from hf_sparsekv.hf.paged import Step, running
 from hf_sparsekv.ops.kernels import decode_obstacle
 from hf_sparsekv.plan import ModelShape
 
@@ -37,7 +37,6 @@ class Runner:
     def __init__(self, model: PreTrainedModel, shape: ModelShape) -> None:
         """The model must have the paged attention."""
         self._model, self._shape = model, shape
-        self._handle = new_handle()
         self._is_compiled = self._wants_graphs = False
         self._graphs: DecodeGraphs | None = None
 
@@ -128,13 +127,12 @@ class Runner:
 
     def forward(self, step: Step, tokens: Tensor, positions: Tensor, logit_index: Tensor | int) -> Tensor:
         """Logits [n, V] of the tokens at `logit_index` (0 = all) for token ids and positions int64 [T]."""
-        with running(self._handle, step, self._shape.num_layers):
+        with running(step, self._shape.num_layers):
             output = self._model(
                 input_ids=tokens[None],
                 position_ids=positions[None],
                 use_cache=False,
                 logits_to_keep=logit_index,
-                **{HANDLE_KEYWORD: self._handle},
             )
         logits: Tensor = output.logits[0]
         return logits

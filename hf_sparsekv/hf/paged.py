@@ -1,11 +1,12 @@
 """The attention of packed forward passes: one row of tokens of many requests, no transformers cache.
 
 The model calls `paged_attention`, which is a single opaque operator: whatever compiles the model's layers sees one
-call with three tensors and two numbers, and the step of the moment is looked up by number when it runs. Layers are
-told apart by the order of the calls: a compiled layer that read its own index would be compiled once per layer.
+call with three tensors and a number, and nothing that differs between engines, for which it would compile anew. The
+step is the one that the calling thread has running. Layers are told apart by the order of the calls: a compiled layer
+that read its own index would be compiled once per layer.
 """
 
-import itertools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,8 +22,6 @@ from hf_sparsekv.hf.models import text_config
 
 PAGED_NAME = "sparsekv_paged"
 """Attention implementation; it has no mask function, so transformers builds no mask and asks the device nothing."""
-HANDLE_KEYWORD = "sparsekv_handle"
-"""Argument of the model's forward that says whose step this is."""
 
 
 class Step(Protocol):
@@ -39,15 +38,20 @@ class _Running:
     next_layer: int = 0
 
 
-_running: dict[int, _Running] = {}
-_handles = itertools.count(1)
+class _Thread(threading.local):
+    """What the current thread has running."""
+
+    now: _Running | None = None
+
+
+_thread = _Thread()
 
 _library = torch.library.Library("hf_sparsekv", "FRAGMENT")  # noqa: TOR901 (its lifetime is the process's)
-_library.define("paged_attention(Tensor q, Tensor k, Tensor v, float scale, int handle) -> Tensor")
+_library.define("paged_attention(Tensor q, Tensor k, Tensor v, float scale) -> Tensor")
 
 
-def _paged_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, handle: int) -> Tensor:
-    now = _running[handle]
+def _paged_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    now = _now()
     layer_idx, now.next_layer = now.next_layer, now.next_layer + 1
     return now.step.attend(layer_idx, q, k, v, scale)
 
@@ -78,27 +82,30 @@ def paged_attention(
         attention_mask: None.
         scaling: factor on the logits; default D ** -0.5.
         dropout: ignored, the engine only infers.
-        kwargs: `sparsekv_handle` of the step.
+        kwargs: ignored.
     Returns:
         output [1, T, H, D] and None.
     Raises:
         ModelError: a forward pass that is not the engine's, or layers that do not attend once each, in order.
     """
-    handle = kwargs.get(HANDLE_KEYWORD)
-    if handle is None:
-        raise ModelError(
-            f"attention {PAGED_NAME!r} runs inside an Engine only: call engine.close() before using its model elsewhere"
-        )
     if not torch.compiler.is_compiling():
-        _check_call(module, handle)
+        _check_call(module)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (t.transpose(1, 2)[0] for t in (query, key, value))
-    output = torch.ops.hf_sparsekv.paged_attention(q, k, v, scale, handle)
+    output = torch.ops.hf_sparsekv.paged_attention(q, k, v, scale)
     return output[None], None
 
 
-def _check_call(module: nn.Module, handle: int) -> None:
-    expected, layer_idx = _running[handle].next_layer, getattr(module, "layer_idx", None)
+def _now() -> _Running:
+    if _thread.now is None:
+        raise ModelError(
+            f"attention {PAGED_NAME!r} runs inside an Engine only: call engine.close() before using its model elsewhere"
+        )
+    return _thread.now
+
+
+def _check_call(module: nn.Module) -> None:
+    expected, layer_idx = _now().next_layer, getattr(module, "layer_idx", None)
     if layer_idx != expected:
         raise ModelError(
             f"{type(module).__name__} of layer {layer_idx} attends where layer {expected} should: the engine serves "
@@ -106,23 +113,18 @@ def _check_call(module: nn.Module, handle: int) -> None:
         )
 
 
-def new_handle() -> int:
-    """A number for one engine's steps."""
-    return next(_handles)
-
-
 @contextmanager
-def running(handle: int, step: Step, num_layers: int) -> Iterator[None]:
-    """The one forward pass inside belongs to `step`.
+def running(step: Step, num_layers: int) -> Iterator[None]:
+    """The one forward pass inside, of the current thread, belongs to `step`.
 
     Raises:
         ModelError: not every layer called it: the model's attention is not the engine's any more.
     """
-    now = _running[handle] = _Running(step)
+    now = _thread.now = _Running(step)
     try:
         yield
     finally:
-        del _running[handle]
+        _thread.now = None
     if now.next_layer != num_layers:
         raise ModelError(
             f"the model's attention was set to something other than {PAGED_NAME!r} while an Engine had it: "
