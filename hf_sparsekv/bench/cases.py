@@ -40,7 +40,8 @@ class BenchPlan:
     seed: int
     kinds: tuple[str, ...]
     """Of `KINDS`: our engine with every layer full, our engine with `method`, transformers' `generate_batch`."""
-    concurrencies: tuple[int, ...]
+    concurrencies: tuple[int | None, ...]
+    """Requests live at any time; None = as many as the engine's memory admits at once."""
     kv_memories: tuple[int | None, ...]
     """Bytes of the cache; None = the engine's memory fraction."""
     method: SparseKVConfig
@@ -63,16 +64,21 @@ class BenchPlan:
             if kind not in KINDS:
                 raise ConfigError(f"unknown engine {kind!r}: choose {', '.join(KINDS)}")
         for concurrency in self.concurrencies:
-            if concurrency < 1:
-                raise ConfigError(f"concurrency must be at least 1: got {concurrency}")
-            if self.requests_at(concurrency) < concurrency:
-                raise ConfigError(
-                    f"{self.num_requests} requests never reach a concurrency of {concurrency}: ask for more requests"
-                )
+            if concurrency is not None:
+                self.requests_at(concurrency)
 
     def requests_at(self, concurrency: int) -> int:
-        """Measured requests of a case."""
-        return DEFAULT_CYCLES * concurrency if self.num_requests is None else self.num_requests
+        """Measured requests of a case.
+
+        Raises:
+            ConfigError: fewer than `concurrency`, or that is no number of requests.
+        """
+        if concurrency < 1:
+            raise ConfigError(f"concurrency must be at least 1: got {concurrency}")
+        count = DEFAULT_CYCLES * concurrency if self.num_requests is None else self.num_requests
+        if count < concurrency:
+            raise ConfigError(f"{count} requests never reach a concurrency of {concurrency}: ask for more requests")
+        return count
 
     def workload(self, model: PreTrainedModel) -> Workload:
         """The requests, in the model's vocabulary."""
@@ -162,28 +168,28 @@ def _engine_cases(
     try:
         engine = Engine(model, method, options)
     except SparseKVError as error:
-        yield from ({"concurrency": c, "error": str(error)} for c in plan.concurrencies)
+        yield from (_failed(c, error) for c in plan.concurrencies)
         return
     with engine:
         memory.engine_made()
         planned = (
             engine.memory.num_blocks * engine.memory.block_bytes + engine.memory.num_rows * engine.memory.row_bytes
         )
-        for concurrency in plan.concurrencies:
+        admissible = min(
+            engine.memory.num_rows, engine.memory.concurrent(engine.memory.layers, engine.memory.max_model_len)
+        )
+        for wanted in plan.concurrencies:
+            concurrency = admissible if wanted is None else wanted
             try:
                 figures = _engine_case(engine, plan, concurrency, memory, _title(kind, kv_memory, concurrency), watch)
             except SparseKVError as error:
-                yield {"concurrency": concurrency, "error": str(error)}
+                yield _failed(concurrency, error, is_maximum=wanted is None)
                 continue
+            figures["is_maximum"] = wanted is None
             figures["memory"] = memory.figures(
                 kv_memory_bytes=kv_memory, memory_fraction=options.memory_fraction, planned=planned
             )
-            figures["admissible"] = {
-                "rows": engine.memory.num_rows,
-                "requests": min(
-                    engine.memory.num_rows, engine.memory.concurrent(engine.memory.layers, engine.memory.max_model_len)
-                ),
-            }
+            figures["admissible"] = {"rows": engine.memory.num_rows, "requests": admissible}
             if plan.num_profile_steps:
                 figures["gpu_busy"] = decode_busy_share(
                     engine, workload, concurrency=concurrency, num_steps=plan.num_profile_steps
@@ -215,9 +221,16 @@ def _engine_case(
 def _transformers_cases(
     model: PreTrainedModel, plan: BenchPlan, kind: str, kv_memory: int | None, watch: Watch
 ) -> Iterator[dict[str, Any]]:
-    layers = LayerPlan.build(plan.method, model_shape(model.config))
-    for concurrency in plan.concurrencies:
-        num_requests = plan.requests_at(concurrency)
+    token_bytes = LayerPlan.build(plan.method, model_shape(model.config)).dense_bytes(
+        1, element_bytes=model.dtype.itemsize
+    )
+    for wanted in plan.concurrencies:
+        try:
+            concurrency = _dense_maximum(plan, kv_memory, token_bytes) if wanted is None else wanted
+            num_requests = plan.requests_at(concurrency)
+        except ConfigError as error:
+            yield _failed(wanted, error)
+            continue
         memory = MemoryWatch(model.device)
         memory.begin()
         with watch(_title(kind, kv_memory, concurrency), num_requests) as on_finish:
@@ -228,15 +241,27 @@ def _transformers_cases(
                 num_requests=num_requests,
                 kv_memory_bytes=kv_memory,
                 memory_fraction=plan.engine.memory_fraction,
-                dense_bytes_per_token=layers.dense_bytes(1, element_bytes=model.dtype.itemsize),
+                dense_bytes_per_token=token_bytes,
                 max_batch_tokens=plan.engine.max_batch_tokens,
                 on_finish=on_finish,
             )
-        figures = {"num_warmup": 0, **summarize(run), "notes": list(NOTES)}
+        figures = {"num_warmup": 0, **summarize(run), "notes": list(NOTES), "is_maximum": wanted is None}
         figures["memory"] = memory.figures(
             kv_memory_bytes=kv_memory, memory_fraction=plan.engine.memory_fraction, planned=None
         )
         yield figures
+
+
+def _dense_maximum(plan: BenchPlan, kv_memory: int | None, token_bytes: int) -> int:
+    """Whole requests that a dense cache of this size holds."""
+    if kv_memory is None:
+        raise ConfigError("how many requests transformers admits follows from --kv-memory: give it, or a number")
+    return min(plan.engine.max_num_seqs, kv_memory // (token_bytes * (plan.input_len + plan.output_len)))
+
+
+def _failed(concurrency: int | None, error: SparseKVError, *, is_maximum: bool = False) -> dict[str, Any]:
+    """What stands in place of the figures of a case."""
+    return {"concurrency": concurrency, "is_maximum": is_maximum or concurrency is None, "error": str(error)}
 
 
 def _title(kind: str, kv_memory: int | None, concurrency: int) -> str:

@@ -36,9 +36,10 @@ from hf_sparsekv.cli.bench_options import (
     check_writable,
     engine_config,
     parse_counts,
+    parse_kinds,
     parse_sizes,
 )
-from hf_sparsekv.cli.bench_table import runs_table
+from hf_sparsekv.cli.bench_table import concurrency_text, runs_table, sides_table
 from hf_sparsekv.cli.engine_options import MaxBatchTokensOption, MaxNumSeqsOption
 from hf_sparsekv.cli.loading import load_weights, open_model, pick_device, pick_dtype
 from hf_sparsekv.cli.options import (
@@ -96,7 +97,7 @@ def bench(
         input_len=input_len,
         output_len=output_len,
         seed=seed,
-        kinds=tuple(dict.fromkeys(engine or ("dense", "sparse"))),
+        kinds=parse_kinds(engine),
         concurrencies=parse_counts(concurrency),
         kv_memories=parse_sizes(kv_memory),
         method=build_config(config, budget, num_full_layers, full_layers, scorer, set_),
@@ -189,7 +190,10 @@ def _run(
     else:
         out = Console()
         # A pipe or a file has no width of its own, and the table is wider than the 80 columns it would be given.
-        (out if out.is_terminal else Console(width=PIPE_WIDTH)).print(runs_table(report))
+        out = out if out.is_terminal else Console(width=PIPE_WIDTH)
+        out.print(runs_table(report))
+        if (sides := sides_table(report)) is not None:
+            out.print(sides)
     for text in dict.fromkeys(note for run in report["runs"] for note in _notes(run)):
         console.print(text, highlight=False, soft_wrap=True)
     return report
@@ -205,7 +209,7 @@ def _notes(run: dict[str, Any]) -> list[str]:
     """What the table has no place for."""
     notes = list(run.get("notes", ()))
     if "error" in run:
-        notes.append(f"{run['engine']} at {run['concurrency']}: {run['error']}")
+        notes.append(f"{run['engine']} at {concurrency_text(run)}: {run['error']}")
     if run.get("num_failed"):
         notes.append(f"{run['engine']}: {run['num_failed']} of {run['num_requests']} failed: {run['first_error']}")
     return notes

@@ -12,6 +12,7 @@ from hf_sparsekv.cli.engine_options import parse_size
 from hf_sparsekv.engine.config import EngineConfig
 from hf_sparsekv.errors import ConfigError, InputError
 
+MAXIMUM = "max"
 _LOAD = "Load"
 _ENGINE = "Engine"
 
@@ -23,7 +24,7 @@ DummyWeightsOption = Annotated[
 ]
 EngineOption = Annotated[
     list[str] | None,
-    typer.Option("--engine", help=f"{', '.join(KINDS)}; repeat it to compare. Default: dense and sparse."),
+    typer.Option("--engine", help=f"{', '.join(KINDS)}; several: dense,sparse. Default: those two."),
 ]
 InputLenOption = Annotated[
     int, typer.Option("--input-len", min=1, rich_help_panel=_LOAD, help="Tokens of each prompt.")
@@ -32,7 +33,12 @@ OutputLenOption = Annotated[
     int, typer.Option("--output-len", min=1, rich_help_panel=_LOAD, help="Tokens generated for each.")
 ]
 ConcurrencyOption = Annotated[
-    str, typer.Option("--concurrency", rich_help_panel=_LOAD, help="Requests live at any time; several: 10,20,64.")
+    str,
+    typer.Option(
+        "--concurrency",
+        rich_help_panel=_LOAD,
+        help="Requests live at any time; max: as many as the memory admits; several: 10,20,max.",
+    ),
 ]
 NumRequestsOption = Annotated[
     int | None,
@@ -90,17 +96,23 @@ def engine_config(
     )
 
 
-def parse_counts(text: str) -> tuple[int, ...]:
-    """The numbers of "10,20,64", none of them twice.
+def parse_kinds(texts: list[str] | None) -> tuple[str, ...]:
+    """The engines of "dense,sparse", none of them twice; dense and sparse if there are none."""
+    parts = [part.strip() for text in texts or ("dense", "sparse") for part in text.split(",")]
+    return tuple(dict.fromkeys(parts))
+
+
+def parse_counts(text: str) -> tuple[int | None, ...]:
+    """The numbers of "10,20,max", where max is None; none of them twice.
 
     Raises:
         ConfigError: a part is no number.
     """
     parts = [part.strip() for part in text.split(",")]
-    wrong = [part for part in parts if not part.isdecimal()]
+    wrong = [part for part in parts if not part.isdecimal() and part.lower() != MAXIMUM]
     if wrong:
-        raise ConfigError(f"--concurrency: {wrong[0]!r} is not a number of requests: give 10, or several: 10,20,64")
-    return tuple(dict.fromkeys(int(part) for part in parts))
+        raise ConfigError(f"--concurrency: {wrong[0]!r} is not a number of requests: give 10, or several: 10,20,max")
+    return tuple(dict.fromkeys(None if part.lower() == MAXIMUM else int(part) for part in parts))
 
 
 def parse_sizes(text: str) -> tuple[int | None, ...]:

@@ -22,10 +22,42 @@ def runs_table(report: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
     for run in report["runs"]:
         if "error" in run:
-            table.add_row(run["engine"], _memory(run), str(run["concurrency"]), "[red]failed[/]")
+            table.add_row(run["engine"], _memory(run), concurrency_text(run), "[red]failed[/]")
         else:
             table.add_row(*_cells(run), *[_share((run.get("gpu_busy") or {}).get("share"))] * has_busy)
     return table
+
+
+def sides_table(report: dict[str, Any]) -> Table | None:
+    """Engines side by side, at an equal batch and each at its maximum; None without two that ran in one case."""
+    cases: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for run in report["runs"]:
+        if "error" not in run:
+            batch = "maximum" if run.get("is_maximum") else f"equal, c = {run['concurrency']}"
+            cases.setdefault((_memory(run), batch), {})[run["engine"]] = run
+    cases = {case: runs for case, runs in cases.items() if len(runs) > 1}
+    if not cases:
+        return None
+    engines = list(dict.fromkeys(engine for runs in cases.values() for engine in runs))
+    table = Table(title="output tokens/s side by side, in brackets the requests live at any time")
+    for name in ("KV memory", "batch"):
+        table.add_column(name, no_wrap=True)
+    for name in (*engines, f"{engines[-1]} / {engines[0]}"):
+        table.add_column(name, justify="right")
+    for (memory, batch), runs in cases.items():
+        rates = {name: run["whole"]["output_tokens_per_s"] for name, run in runs.items()}
+        cells = [f"{rates[name]:,.0f} ({runs[name]['concurrency']})" if name in runs else "-" for name in engines]
+        has_both = engines[0] in runs and engines[-1] in runs
+        table.add_row(memory, batch, *cells, f"{rates[engines[-1]] / rates[engines[0]]:.2f}" if has_both else "-")
+    return table
+
+
+def concurrency_text(run: dict[str, Any]) -> str:
+    """Requests live at any time: "10", or "33 (max)"."""
+    count = run["concurrency"]
+    if not run.get("is_maximum"):
+        return str(count)
+    return "max" if count is None else f"{count} (max)"
 
 
 def size_text(size: float) -> str:
@@ -41,7 +73,7 @@ def _cells(run: dict[str, Any]) -> list[str]:
     return [
         run["engine"],
         _memory(run),
-        str(run["concurrency"]),
+        concurrency_text(run),
         f"{whole['output_tokens_per_s']:,.0f}",
         "-" if steady is None else f"{steady['output_tokens_per_s']:,.0f}",
         f"{whole['prompt_tokens_per_s']:,.0f}",

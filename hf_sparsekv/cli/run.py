@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from hf_sparsekv.cli.batch_files import BatchFiles
 from hf_sparsekv.cli.batch_progress import summary, watch
 from hf_sparsekv.cli.engine_options import (
     CompileOption,
@@ -29,6 +30,7 @@ from hf_sparsekv.cli.engine_options import (
     build_engine_config,
     sampling_fields,
 )
+from hf_sparsekv.cli.interrupt import EXIT_BASE
 from hf_sparsekv.cli.loading import ModelSource, load_weights, open_model
 from hf_sparsekv.cli.options import (
     DEFAULT_MODEL,
@@ -49,21 +51,26 @@ from hf_sparsekv.engine.batch_results import ErrorFile, ResultFile
 from hf_sparsekv.engine.batch_run import BatchRun
 from hf_sparsekv.engine.engine import Engine
 from hf_sparsekv.engine.sampling_params import SamplingParams
-from hf_sparsekv.errors import InputError
 from hf_sparsekv.hf.models import model_shape
 from hf_sparsekv.plan import LayerPlan
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SIGNAL_EXIT_BASE = 128
 SHOWN_BAD_LINES = 5
+
+FileArgument = Annotated[
+    Path, typer.Argument(help='JSON lines: {"id", "prompt" | "token_ids" | "messages", ...}; - for standard input.')
+]
+OutputOption = Annotated[Path, typer.Option("--output", "-o", help="Results; ids that it holds are skipped.")]
+ErrorsOption = Annotated[
+    Path | None,
+    typer.Option("--errors", help="Lines that could not be served. Default for out.jsonl: out.errors.jsonl."),
+]
 
 
 def run(
-    file: Annotated[Path, typer.Argument(help='JSON lines: {"id", "prompt" | "token_ids" | "messages", ...}.')],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Results; ids that it holds are skipped.")],
-    errors: Annotated[
-        Path | None, typer.Option("--errors", help="Lines that could not be served. Default: OUTPUT.errors.jsonl.")
-    ] = None,
+    file: FileArgument,
+    output: OutputOption,
+    errors: ErrorsOption = None,
     model: ModelOption = DEFAULT_MODEL,
     config: ConfigOption = None,
     budget: BudgetOption = None,
@@ -104,22 +111,26 @@ def run(
     )
     SamplingParams(**defaults)
     files = BatchFiles.of(file, output, errors)
-    with ResultFile(files.output) as results, closing(ErrorFile(files.errors)) as bad_lines:
+    with (
+        ResultFile(files.output) as results,
+        closing(ErrorFile(files.errors)) as bad_lines,
+        files.readable() as readable,
+    ):
         source = open_model(model, trust_remote_code=trust_remote_code, console=console)
         LayerPlan.build(method, model_shape(source.config))
         lines = LineReader(
-            file, done=results.done, defaults=defaults, config=method, chat_template=chat_template(source)
+            readable.input, done=results.done, defaults=defaults, config=method, chat_template=chat_template(source)
         )
         network = load_weights(source, dtype=dtype, device=device, console=console)
         with Engine(network, method, options, tokenizer=source.tokenizer) as engine:
             console.print(engine.memory.describe(), highlight=False, soft_wrap=True)
             received = serve(engine, lines, results, bad_lines, files, console)
     if received is not None:
-        raise typer.Exit(SIGNAL_EXIT_BASE + received)
+        raise typer.Exit(EXIT_BASE + received)
 
 
 def serve(
-    engine: Engine, lines: LineReader, results: ResultFile, bad_lines: ErrorFile, files: "BatchFiles", console: Console
+    engine: Engine, lines: LineReader, results: ResultFile, bad_lines: ErrorFile, files: BatchFiles, console: Console
 ) -> int | None:
     """Run it and say how it went; the number of the signal that ended it, if one did."""
     with noted_signals() as noted, watch(console, lines.total_bytes) as on_progress:
@@ -141,31 +152,6 @@ def serve(
         progress = batch.run()
     console.print(summary(progress, files.output, files.errors), highlight=False, markup=False, soft_wrap=True)
     return noted.received
-
-
-@dataclass(frozen=True)
-class BatchFiles:
-    """Three different files."""
-
-    input: Path
-    output: Path
-    errors: Path
-
-    @classmethod
-    def of(cls, file: Path, output: Path, errors: Path | None) -> "BatchFiles":
-        """Fill in the default; out.jsonl has its errors in out.errors.jsonl.
-
-        Raises:
-            InputError: there is no input, or one file would be two of them.
-        """
-        if not file.is_file():
-            raise InputError(f"{file} is a folder: give a file" if file.is_dir() else f"no such file: {file}")
-        files = cls(file, output, errors or output.with_name(f"{output.stem}.errors.jsonl"))
-        if len({path.resolve() for path in (files.input, files.output, files.errors)}) < 3:
-            raise InputError(
-                f"input {file}, output {output} and errors {files.errors} must be three different files: one is another"
-            )
-        return files
 
 
 @dataclass

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -19,8 +20,11 @@ from hf_sparsekv.errors import InputError
 SYNC_EVERY_S = 5.0
 """A power cut costs at most what was written in this time."""
 
-_RESULT_HEAD = b'{"id":'
-_ERROR_HEAD = b'{"line":'
+RESULT_FIELDS = frozenset(("id", "token_ids", "finish_reason", "report"))
+"""What a line has that is a result of a batch run, beside others."""
+_ERROR_FIELDS = frozenset(("line", "id", "error"))
+_RESULT_HEAD = '{"id": '
+_AGAIN = "the lines before it are whole: run the same command again to go on"
 
 
 class LineFile:
@@ -46,15 +50,21 @@ class LineFile:
         self._synced_s = clock()
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Append one line."""
+        """Append one line.
+
+        Raises:
+            InputError: it cannot be written, or the file is not in its place any more.
+        """
         line = json.dumps(values, ensure_ascii=False, separators=(", ", ": ")).encode("utf-8") + b"\n"
+        self._check_place()
         try:
             written = self._file.write(line)
             while written < len(line):  # a disk that is almost full takes a part
                 written += self._file.write(line[written:])
         except OSError as error:
-            self._file.truncate(self._length)
-            raise _unwritable(self._path, error) from error
+            with suppress(OSError):  # the next run cuts it off otherwise
+                self._file.truncate(self._length)
+            raise InputError(f"{_unwritable(self._path, error)}; {_AGAIN}") from error
         self._length += len(line)
         if self._sync_every_s is not None and self._clock() - self._synced_s >= self._sync_every_s:
             self.sync()
@@ -68,11 +78,28 @@ class LineFile:
         self._synced_s = self._clock()
 
     def close(self) -> None:
-        """Write through to the disk and close."""
+        """Write through to the disk and close.
+
+        Raises:
+            InputError: the disk does not take it, or the file is not in its place any more.
+        """
         try:
             self.sync()
+            self._check_place()
         finally:
             self._file.close()
+
+    def _check_place(self) -> None:
+        """Whether what is written can be found by the path: somebody may have deleted or replaced the file."""
+        try:
+            is_there = os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise InputError(
+                f"{self._path} was deleted, moved or replaced while it was written to: the lines in it went with it; "
+                "put it back, or run the same command again to make them anew"
+            )
 
 
 class ResultFile:
@@ -80,13 +107,22 @@ class ResultFile:
 
     Args:
         path: the file; it may hold the results of an earlier run.
+        fields: what each line has beside others, "id" among them; a file of other lines is refused.
+        first_field: what follows the id, which tells a torn result from a torn line of something else; None = anything.
         sync_every_s: seconds between writes that wait for the disk.
     """
 
-    def __init__(self, path: Path, *, sync_every_s: float = SYNC_EVERY_S) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        fields: frozenset[str] = RESULT_FIELDS,
+        first_field: str | None = "text",
+        sync_every_s: float = SYNC_EVERY_S,
+    ) -> None:
         self.path, self._sync_every_s = path, sync_every_s
-        real = path.resolve()  # by whatever name: one file, one lock
-        self._lock = FileLock(real.with_name(f".{real.name}.lock"))
+        self._fields, self._first_field = fields, first_field
+        self._lock = _lock_of(path)
         self.done: set[str] = set()
         """Ids of the results that were there on entry, as strings."""
 
@@ -96,14 +132,7 @@ class ResultFile:
         Raises:
             InputError: another process writes to the file, it holds something else, or it cannot be opened.
         """
-        if not self.path.resolve().parent.is_dir():  # the lock would make it
-            raise InputError(f"cannot write {self.path}: no such folder; make it first")
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout as error:
-            raise InputError(f"another process is writing to {self.path}: wait for it, or give another -o") from error
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
+        _acquire(self._lock, self.path, "-o")
         try:
             if self.path.exists():
                 self._mend()
@@ -141,7 +170,7 @@ class ResultFile:
         end = 0
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
-                if not self.done and not _is_torn(line):
+                if not self.done and not _is_torn(line.rstrip(b"\0"), self._first_field):
                     raise self._foreign(number)
                 break
             self.done.add(self._id(number, line))
@@ -149,14 +178,16 @@ class ResultFile:
         return end
 
     def _id(self, number: int, line: bytes) -> str:
-        try:
-            name = json.loads(line)["id"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise self._foreign(number) from error
-        return str(name)
+        values = _json(line)
+        if not isinstance(values, dict) or not values.keys() >= self._fields:
+            raise self._foreign(number)
+        return str(values["id"])
 
     def _foreign(self, number: int) -> InputError:
-        return InputError(f"{self.path} holds something else: line {number} is no result with an id; give another -o")
+        return InputError(
+            f"{self.path} holds something else: line {number} is no result of a run, which has "
+            f"{', '.join(sorted(self._fields))}; give another -o, or move the file away"
+        )
 
 
 class ErrorFile:
@@ -165,21 +196,25 @@ class ErrorFile:
     Args:
         path: the file; what an earlier run left there is removed.
     Raises:
-        InputError: the file holds something else, or cannot be removed.
+        InputError: another process writes to the file, it holds something else, or cannot be removed or made.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines: LineFile | None = None
+        self._lock = _lock_of(path)
+        _acquire(self._lock, path, "--errors")
         try:
             if path.exists():
                 with path.open("rb") as file:
-                    head = file.read(len(_ERROR_HEAD))
-                if head != _ERROR_HEAD[: len(head)]:
-                    raise InputError(f"{path} holds something else than the errors of a run: give another --errors")
+                    if not _is_error(file.readline()):
+                        raise InputError(f"{path} holds something else than the errors of a run: give another --errors")
                 path.unlink()
-        except OSError as error:
-            raise _unwritable(path, error) from error
+        except BaseException as error:
+            self._lock.release()
+            if isinstance(error, OSError):
+                raise _unwritable(path, error) from error
+            raise
 
     def write(self, line: int, name: str | int | None, reason: str) -> None:
         """Add a line of the input with what is wrong with it."""
@@ -189,14 +224,56 @@ class ErrorFile:
 
     def close(self) -> None:
         """Write through to the disk and close."""
-        if self._lines is not None:
-            self._lines.close()
+        try:
+            if self._lines is not None:
+                self._lines.close()
+        finally:
+            self._lock.release()
 
 
-def _is_torn(line: bytes) -> bool:
+def _lock_of(path: Path) -> FileLock:
+    real = path.resolve()  # by whatever name: one file, one lock
+    return FileLock(real.with_name(f".{real.name}.lock"))
+
+
+def _acquire(lock: FileLock, path: Path, option: str) -> None:
+    if not path.resolve().parent.is_dir():  # the lock would make it
+        raise InputError(f"cannot write {path}: no such folder; make it first")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise InputError(f"another process is writing to {path}: wait for it, or give another {option}") from error
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _json(line: bytes) -> Any:
+    """What a line says; None if it is no JSON."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_error(line: bytes) -> bool:
+    """Whether this is a line of an error file, or the beginning of one that was torn."""
+    if not line.endswith(b"\n"):
+        return line.rstrip(b"\0").startswith(b'{"line": ') or b'{"line": '.startswith(line.rstrip(b"\0"))
+    values = _json(line)
+    return isinstance(values, dict) and values.keys() == _ERROR_FIELDS
+
+
+def _is_torn(line: bytes, first_field: str | None) -> bool:
     """Whether this may be the beginning of a result; after a power cut a file may also end in zeros."""
-    head = line.rstrip(b"\0")[: len(_RESULT_HEAD)]
-    return head == _RESULT_HEAD[: len(head)]
+    text = line.decode("utf-8", "replace")
+    if not text.startswith(_RESULT_HEAD):
+        return _RESULT_HEAD.startswith(text)
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, len(_RESULT_HEAD))
+    except ValueError:
+        return True  # torn within the id
+    rest, following = text[end:], ", " if first_field is None else f', "{first_field}": '
+    return rest.startswith(following) or following.startswith(rest)
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:

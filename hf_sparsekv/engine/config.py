@@ -31,7 +31,9 @@ class EngineConfig:
     """A request is admitted only when every running one could still grow by as many tokens: fewer means more requests
     at once, and more of them preempted and computed again."""
     max_model_len: int | None = None
-    """Longest request, prompt and output; None = what the model was made for, or what the memory holds if less."""
+    """Longest request, prompt and output; None = what the model was made for, or what the memory holds if less: a
+    request that is all prompt, staged if it is longer than a chunk. A short prompt with a long output may need fewer
+    blocks and is refused all the same; larger chunks (`max_batch_tokens`) or more memory raise the bound."""
     compile: bool | None = None
     """Compile the decoder layers with torch.compile; None = on a GPU only."""
     cuda_graphs: bool | None = None

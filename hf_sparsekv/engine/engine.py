@@ -26,6 +26,7 @@ from hf_sparsekv.engine.inflight import BAD_LOGITS, HostTokens, InFlight
 from hf_sparsekv.engine.memory import MemoryPlan
 from hf_sparsekv.engine.metrics import EngineMetrics
 from hf_sparsekv.engine.output import RequestOutput
+from hf_sparsekv.engine.ownership import Uncopied
 from hf_sparsekv.engine.profile import kv_bytes_available
 from hf_sparsekv.engine.prompt import Prompt, token_ids
 from hf_sparsekv.engine.request import FinishReason, Request
@@ -41,7 +42,7 @@ from hf_sparsekv.hf.paged import use_paged_attention
 from hf_sparsekv.plan import LayerPlan
 
 
-class Engine:
+class Engine(Uncopied):
     """Continuous batching with a sparse cache; use it as a context manager, or call `close` at the end."""
 
     def __init__(
@@ -341,7 +342,7 @@ class Engine:
     def close(self) -> None:
         """End what is live, give the model its attention back, let go of the memory; a second call does nothing."""
         self.thread.close()
-        if self._attention_before is None:
+        if self._attention_before is None or self.thread.process.is_forked:
             return
         self._abort_all()
         self._restore_model()

@@ -239,7 +239,11 @@ def _sampling(options: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str
 def _end_tokens(config_eos: Any, eos_token_ids: Sequence[int]) -> dict[str, Any]:
     if config_eos is None:
         return {}
-    wanted = [config_eos] if isinstance(config_eos, int) else list(config_eos)
+    if hasattr(config_eos, "tolist"):  # a tensor or an array, of one id or several
+        config_eos = config_eos.tolist()
+    wanted = list(config_eos) if isinstance(config_eos, (list, tuple)) else [config_eos]
+    for token in wanted:
+        _check_int("eos_token_id", token, 0, hint="; for none at all, set SamplingParams.ignore_eos")
     if set(eos_token_ids) <= set(wanted):
         return {"stop_token_ids": tuple(i for i in wanted if i not in eos_token_ids)}
     return {"ignore_eos": True, "stop_token_ids": tuple(wanted)}

@@ -144,7 +144,8 @@ class Scheduler:
         if request.max_length > self.max_model_len:
             raise RequestError(
                 f"request {name!r} has {prompt} prompt tokens and max_tokens={new}, {request.max_length} together, but "
-                f"the engine serves at most {self.max_model_len}: shorten the prompt or lower max_tokens"
+                f"the engine serves at most {self.max_model_len} (max_model_len, or the longest prompt that its memory "
+                "holds): shorten the prompt, lower max_tokens, raise max_model_len if set, or give more KV memory"
             )
         self._check_fits(request)
         self._live[name] = self._waiting[name] = request

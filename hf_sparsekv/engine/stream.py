@@ -14,59 +14,15 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from hf_sparsekv.engine.consumer import Callback, Consumer, Steps
 from hf_sparsekv.engine.mailbox import Mailbox
 from hf_sparsekv.engine.output import RequestOutput
+from hf_sparsekv.engine.ownership import OneProcess
 from hf_sparsekv.errors import EngineError, RequestError
 
 _log = logging.getLogger(__name__)
-
-
-class Steps(Protocol):
-    """What is needed of an engine."""
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether any request is live."""
-        ...
-
-    def add_request(self, prompt: str | Sequence[int], params: Any = None, *, config: Any, request_id: str) -> str:
-        """Queue a request."""
-        ...
-
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request."""
-        ...
-
-    def step(self) -> list[RequestOutput]:
-        """One forward pass."""
-        ...
-
-
-class Consumer(Protocol):
-    """Where the outputs of one request go; called in the engine's thread."""
-
-    def put(self, output: RequestOutput) -> None:
-        """Take an output."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing more will come, because of this."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class _Callback:
-    on_output: Callable[[RequestOutput | BaseException], object]
-
-    def put(self, output: RequestOutput) -> None:
-        self.on_output(output)
-
-    def fail(self, error: BaseException) -> None:
-        if isinstance(error, EngineError):  # a refusal is raised by `add_request` itself
-            self.on_output(error)
 
 
 class EngineThread:
@@ -79,7 +35,7 @@ class EngineThread:
 
     def __init__(self, engine: Steps, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self._engine, self._context = engine, context
-        self._ids = itertools.count()
+        self._ids, self.process = itertools.count(), OneProcess()
         self._routes: dict[str, Consumer] = {}
         """By live request; the thread's alone."""
         self._outputs: deque[RequestOutput] | None = None
@@ -87,7 +43,8 @@ class EngineThread:
         # All below belong to whoever holds `_changed`.
         self._changed = threading.Condition()
         self._commands: deque[tuple[Callable[[], None], Future[Any]]] = deque()
-        self._listening: set[Consumer] = set()
+        self._listening: dict[Consumer, str] = {}
+        """With the request's id."""
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._is_closed = False
@@ -120,6 +77,7 @@ class EngineThread:
         try:
             is_finished = False
             while not is_finished:
+                self.process.check()
                 await news.wait()
                 news.clear()
                 output = mailbox.take()
@@ -144,6 +102,7 @@ class EngineThread:
         try:
             is_finished = False
             while not is_finished:
+                self.process.check()
                 news.wait()
                 news.clear()
                 output = mailbox.take()
@@ -174,7 +133,7 @@ class EngineThread:
             RequestError, ConfigError: the request is refused; `on_output` is never called.
             EngineError: the engine failed, or was closed.
         """
-        name, accepted = self._submit(_Callback(on_output), prompt, params, config, request_id)
+        name, accepted = self._submit(Callback(on_output), prompt, params, config, request_id)
         accepted.result()
         return name
 
@@ -183,6 +142,7 @@ class EngineThread:
 
         Whoever consumes the request gets the same output as its last one.
         """
+        self.process.check()
         answer: Future[RequestOutput | None] = Future()
 
         def command() -> None:
@@ -201,9 +161,9 @@ class EngineThread:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the engine belongs to the thread, and the caller is not it."""
+        """Whether the engine belongs to the thread or to another process, and not to the caller."""
         thread = self._thread
-        return thread is not None and thread is not threading.current_thread()
+        return self.process.is_forked or (thread is not None and thread is not threading.current_thread())
 
     def note_aborted(self, output: RequestOutput) -> None:
         """Pass on the end of a request that a consumer aborted while it was being told something."""
@@ -223,8 +183,9 @@ class EngineThread:
             call: what the caller wants to do, for the message.
         Raises:
             RequestError: a stream is open, or the caller is a consumer that is being told of an output.
-            EngineError: the engine has failed in the thread.
+            EngineError: the engine has failed in the thread, or belongs to another process.
         """
+        self.process.check()
         if self._is_telling:
             raise RequestError(f"{call} while an output is delivered: take note of it, and call from another thread")
         with self._changed:
@@ -240,6 +201,8 @@ class EngineThread:
 
     def close(self) -> None:
         """End every open stream with an EngineError and stop after the step in progress; once closed, always closed."""
+        if self.process.is_forked:
+            return  # its owner does
         with self._changed:
             self._is_closed = True
             thread = self._thread
@@ -250,7 +213,7 @@ class EngineThread:
         self, consumer: Consumer, prompt: str | Sequence[int], params: Any, config: Any, request_id: str | None
     ) -> tuple[str, "Future[None]"]:
         """Have the thread add a request; its id, and what tells that it was accepted."""
-        name = f"stream-{next(self._ids)}" if request_id is None else request_id
+        self.process.check()
         accepted: Future[None] = Future()
 
         def command() -> None:
@@ -271,12 +234,15 @@ class EngineThread:
                 raise EngineError("the engine is closed: make a new one")
             if self._thread is None:
                 self._start()
-            self._listening.add(consumer)
+            name = self._free_name() if request_id is None else request_id
+            self._listening[consumer] = name
             self._commands.append((command, accepted))
         return name, accepted
 
     def _cancel(self, name: str, consumer: Consumer) -> None:
         """Abort a request that nobody listens to any more, if it is still live."""
+        if self.process.is_forked:
+            return
 
         def command() -> None:
             if self._routes.get(name) is consumer:  # the name may be another's by now
@@ -284,9 +250,12 @@ class EngineThread:
                 self._engine.abort(name)
 
         with self._changed:
-            if consumer in self._listening:
-                self._listening.remove(consumer)
+            if self._listening.pop(consumer, None) is not None:
                 self._commands.append((command, Future()))
+
+    def _free_name(self) -> str:
+        taken = self._listening.values()
+        return next(name for name in (f"stream-{i}" for i in self._ids) if name not in taken)
 
     def _start(self) -> None:
         if self._engine.has_unfinished:
@@ -353,12 +322,12 @@ class EngineThread:
 
     def _drop(self, consumer: Consumer) -> None:
         with self._changed:
-            self._listening.discard(consumer)
+            self._listening.pop(consumer, None)
 
     def _let_go(self, reason: EngineError, failure: BaseException | None = None) -> None:
         """Leave the engine for good; who still waits for something is told why it will not come."""
         with self._changed:
-            consumers, self._listening = self._listening, set()
+            consumers, self._listening = self._listening, {}
             commands, self._commands = self._commands, deque()
             self._routes.clear()
             self._failure, self._thread = failure, None

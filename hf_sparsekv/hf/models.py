@@ -93,11 +93,22 @@ def rope_inv_freq(config: PreTrainedConfig, head_dim: int) -> Tensor | None:
 
 
 def generation_stop_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The end-of-sequence tokens that a model's generation configuration names."""
+    """The end-of-sequence tokens that a model's generation configuration names.
+
+    Raises:
+        ModelError: they are no token ids.
+    """
     ids = getattr(model.generation_config, "eos_token_id", None)
     if ids is None:
         return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    each = tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+    for token in each:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise ModelError(
+                f"eos_token_id={ids!r} of the model's generation configuration is no token id: set it to an int, to a "
+                "list of ints, or to None"
+            )
+    return each
 
 
 def _unsupported_features(config: PreTrainedConfig) -> dict[str, bool]:

@@ -6,7 +6,7 @@ import pytest
 
 from hf_sparsekv.bench.shapes import shape_config
 from hf_sparsekv.cli.app import main
-from hf_sparsekv.cli.bench_options import parse_counts, parse_sizes
+from hf_sparsekv.cli.bench_options import parse_counts, parse_kinds, parse_sizes
 from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.hf.models import model_shape
 
@@ -71,6 +71,27 @@ def check_provenance(report):
     assert report["method"]["budget"] == 40
 
 
+def test_equal_and_maximum_batches_stand_side_by_side(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "bench.json"
+    arguments = ["--engine", "dense,sparse", "--concurrency", "1,max", "--kv-memory", "400KB", "--warmup", "0"]
+    code, out, _ = run(capsys, monkeypatch, *SMALL, *METHOD, *arguments, "--json", str(path))
+    assert code == 0
+    runs = json.loads(path.read_text())["runs"]
+    assert [(r["engine"], r["is_maximum"]) for r in runs] == [
+        ("dense", False), ("dense", True), ("sparse", False), ("sparse", True)
+    ]  # fmt: skip
+    for figures in runs:
+        expected = figures["admissible"]["requests"] if figures["is_maximum"] else 1
+        assert (figures["concurrency"], figures["num_failed"], figures["num_preemptions"]) == (expected, 0, 0)
+    assert runs[3]["concurrency"] > runs[1]["concurrency"] >= 1
+    sides = out[out.index("side by side") :]
+    assert "equal, c = 1" in sides
+    assert "maximum" in sides
+    for figures in runs:
+        rate = f"{figures['whole']['output_tokens_per_s']:,.0f} ({figures['concurrency']})"
+        assert rate in sides
+
+
 def test_transformers_own_batching_runs_the_same_requests(capsys, monkeypatch):
     arguments = ["--engine", "transformers", "--concurrency", "2", "--num-requests", "5", "--kv-memory", "2MB"]
     code, out, err = run(capsys, monkeypatch, *SMALL, *arguments, "--json", "-")
@@ -123,7 +144,8 @@ def test_options_of_the_wrong_kind_exit_with_code_2(capsys, monkeypatch, argumen
 
 
 def test_lists_of_numbers_and_sizes():
-    assert parse_counts("10, 20,10") == (10, 20)
+    assert parse_counts("10, 20,10,max,MAX") == (10, 20, None)
+    assert parse_kinds(["dense, sparse", "dense"]) == parse_kinds(None) == ("dense", "sparse")
     assert parse_sizes("5GB,none,1.5GiB,200MiB,7kb,9") == (
         5 * 10**9,
         None,

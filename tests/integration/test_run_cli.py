@@ -3,11 +3,14 @@
 Processes that are killed come from a fork server that has imported everything, so each starts in a moment.
 """
 
+import functools
+import io
 import itertools
 import json
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import time
 from contextlib import nullcontext
@@ -19,10 +22,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import hf_sparsekv as skv
 from hf_sparsekv.cli.app import main
-from hf_sparsekv.cli.batch_progress import clock_time, describe, watch
-from hf_sparsekv.cli.engine_options import parse_size
-from hf_sparsekv.engine.batch_run import BatchProgress
-from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.testing.models import tiny_llama
 
 CONFIG = skv.SparseKVConfig(num_full_layers=1, budget=40)
@@ -31,6 +30,7 @@ OPTIONS = [
     *("--max-num-seqs", "6", "--max-batch-tokens", "128", "--max-tokens", "8"),
 ]
 WAIT_S = 60.0
+OLD = {"id": "old", "token_ids": [5], "finish_reason": "length", "report": {}}
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def files(tmp_path):
 def run(folder, files, capsys, monkeypatch):
     """Exit code and stderr of one call in this process."""
 
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", command(folder, files, *arguments))
+    def run(*arguments, file=files[0]):
+        monkeypatch.setattr("sys.argv", command(folder, (file, files[1]), *arguments))
         with pytest.raises(SystemExit) as caught:
             main()
         captured = capsys.readouterr()
@@ -268,6 +268,56 @@ def test_a_second_process_on_the_same_output_is_refused(files, start, run):
     assert process.is_alive()
 
 
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_a_signal_while_the_model_loads_is_one_line_and_the_next_run_begins(files, run, monkeypatch, number, word):
+    write_lines(files[0], {"token_ids": [5]})
+
+    def load(*_, **__):
+        os.kill(os.getpid(), number)
+        time.sleep(WAIT_S)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_sparsekv.cli.run.load_weights", load)
+        code, err = run()
+    assert (code, err.splitlines()[-1]) == (128 + number, word)
+    assert "Traceback" not in err
+    assert run()[0] == 0
+    assert len(read_lines(files[1])) == 1
+
+
+def test_a_disk_that_is_full_ends_the_run_with_whole_lines_and_the_next_one_goes_on(files, run):
+    write_lines(files[0], *[{"token_ids": ids} for ids in prompts(20).values()])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+    try:
+        code, err = run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2
+    assert err.splitlines()[-1].startswith(f"error: cannot write {files[1]}: File too large")
+    assert "run the same command again" in err
+    whole = read_lines(files[1])
+    assert 0 < len(whole) < 20
+    assert run()[0] == 0
+    assert read_lines(files[1])[: len(whole)] == whole
+    assert len({line["id"] for line in read_lines(files[1])}) == 20
+
+
+def test_an_output_that_is_deleted_meanwhile_ends_the_run(files, run, monkeypatch):
+    monkeypatch.setattr("hf_sparsekv.cli.run.watch", lambda *_: nullcontext(lambda p: p.num_done and unlink()))
+    unlink = functools.partial(files[1].unlink, missing_ok=True)
+    write_lines(files[0], *[{"token_ids": ids} for ids in prompts(20).values()])
+    code, err = run()
+    assert (code, "deleted, moved or replaced while it was written to" in err) == (2, True)
+
+
+def test_lines_from_standard_input(files, run, monkeypatch):
+    text = "".join(json.dumps({"id": name, "token_ids": ids}) + "\n" for name, ids in prompts(5).items())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert run(file="-")[0] == 0
+    assert {line["id"] for line in read_lines(files[1])} == set(prompts(5))
+
+
 def test_a_request_that_fails_is_an_answer_and_the_others_are_not_disturbed(files, run, monkeypatch):
     from hf_sparsekv.engine import tracker
 
@@ -306,63 +356,9 @@ def test_a_request_that_fails_is_an_answer_and_the_others_are_not_disturbed(file
 )
 def test_mistakes_are_one_line_and_leave_the_files_alone(files, run, arguments, message):
     write_lines(files[0], {"token_ids": [5]})
-    write_lines(files[1], {"id": "old"})
+    write_lines(files[1], OLD)
     code, err = run(*arguments)
     assert code == 2
     assert message in err
     assert err.splitlines()[-1].startswith("error: ")
-    assert read_lines(files[1]) == [{"id": "old"}]
-
-
-def test_files_that_are_each_other_are_refused(files, run):
-    code, err = run()
-    assert (code, "no such file" in err) == (2, True)
-    write_lines(files[0], {"token_ids": [5]})
-    for arguments in (["-o", str(files[0])], ["--errors", str(files[0])], ["--errors", str(files[1])]):
-        code, err = run(*arguments)
-        assert code == 2
-        assert "three different files" in err
-    assert read_lines(files[0]) == [{"token_ids": [5]}]
-
-
-def test_sizes():
-    sizes = {"5GB": 5 * 10**9, "5GiB": 5 * 2**30, "1.5g": 15 * 10**8, "4096": 4096, "8 MB": 8 * 10**6, "2Ki": 2048}
-    assert {text: parse_size("--kv-memory", text) for text in sizes} == sizes
-    for text in ("", "GB", "-1", "5 XB", "5i", "0", "1e9"):
-        with pytest.raises(ConfigError, match="--kv-memory"):
-            parse_size("--kv-memory", text)
-
-
-class Terminal:
-    """A console that is no terminal and remembers."""
-
-    is_terminal = False
-
-    def __init__(self):
-        self.lines = []
-
-    def print(self, text, **_):
-        self.lines.append(text)
-
-
-def test_without_a_terminal_there_is_a_line_every_ten_seconds(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    console = Terminal()
-    with watch(console, 100) as on_progress:
-        for second in range(35):
-            now[0] = float(second)
-            on_progress(BatchProgress(100, num_done=second))
-    assert [line.split(", ")[1] for line in console.lines] == ["10 done", "20 done", "30 done"]
-
-
-def test_progress_tells_rate_and_time_left():
-    progress = BatchProgress(
-        1000, num_done=3, num_skipped=5, num_output_tokens=600, bytes_done=500, bytes_skipped=300, num_live=2
-    )
-    progress.start_s -= 40.0  # 200 bytes took 40 s, 500 are left
-    assert progress.eta_s == pytest.approx(100, rel=0.01)
-    assert describe(progress) == "50%, 3 done, 2 in the engine, 5 skipped, 15 tokens/s, ETA 0:01:40"
-    assert BatchProgress(0).fraction == 1.0
-    assert BatchProgress(10).eta_s is None
-    assert clock_time(3725.4) == "1:02:05"
+    assert read_lines(files[1]) == [OLD]

@@ -17,6 +17,7 @@ from hf_sparsekv.engine.request import Request
 from hf_sparsekv.engine.sampler import SamplerState
 from hf_sparsekv.engine.sampling_params import SamplingParams
 from hf_sparsekv.engine.scheduler import Scheduler
+from hf_sparsekv.engine.tables import RequestTables
 from hf_sparsekv.errors import ConfigError, RequestError
 from hf_sparsekv.plan import LayerPlan, ModelShape
 
@@ -217,6 +218,23 @@ def test_as_many_requests_as_promised_run_beside_one_that_is_staged(length, **dr
     for _ in range(5 * length):
         assert not scheduler.schedule().preempted
     assert scheduler.num_running == promised and scheduler.num_waiting == 0
+
+
+def test_a_long_output_beyond_the_longest_prompt_is_refused_with_the_ways_around_it():
+    grow = BASE.with_(decode="grow")
+    plan, scheduler = chunked_plan(
+        grow, 150_000, block_size=8, max_model_len=None, max_batch_tokens=64, prefill_chunk_tokens=None
+    )
+    request = request_of("long output", 1, plan.max_model_len, plan.layers)
+    tables = RequestTables(plan.layers, 1, request.max_length, 8)
+    assert tables.demand(request.final_length, staged=False) <= plan.num_blocks - 1  # it would fit
+    with pytest.raises(RequestError, match=r"lower max_tokens, raise max_model_len if set, or give more KV memory"):
+        scheduler.add(request)
+    wider, scheduler = chunked_plan(
+        grow, 150_000, block_size=8, max_model_len=None, max_batch_tokens=500, prefill_chunk_tokens=None
+    )
+    assert wider.max_model_len > plan.max_model_len
+    scheduler.add(request)  # as the configuration's own words say: larger chunks raise the bound
 
 
 def test_a_memory_without_room_for_staging_is_refused_with_the_way_around_it():

@@ -1,6 +1,7 @@
 """SamplingParams: checks, seeds, and the translation of a GenerationConfig."""
 
 import pytest
+import torch
 from transformers import GenerationConfig
 
 from hf_sparsekv.engine.sampling_params import GENERATE_TOP_K, SamplingParams
@@ -201,3 +202,18 @@ def test_lengths_with_the_prompt_give_way_to_those_without_as_in_generate():
 def test_an_unknown_override_gets_a_suggestion():
     with pytest.raises(ConfigError, match="unknown option 'max_new_tokens': did you mean 'max_tokens'"):
         SamplingParams.from_generation_config(GenerationConfig(), EOS, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("eos", [2.5, "x", [2, 2.5], -1, True, {1: 2}, [[2]]], ids=str)
+def test_an_end_token_that_is_none_is_named(eos):
+    config = GenerationConfig()
+    config.eos_token_id = eos
+    with pytest.raises(ConfigError, match="eos_token_id must be"):
+        SamplingParams.from_generation_config(config, (2,))
+
+
+@pytest.mark.parametrize(("eos", "stops"), [(torch.tensor(3), (3,)), (torch.tensor([2, 3]), (3,)), ((2, 4), (4,))])
+def test_end_tokens_may_be_tensors(eos, stops):
+    config = GenerationConfig()
+    config.eos_token_id = eos
+    assert SamplingParams.from_generation_config(config, (2,)).stop_token_ids == stops

@@ -283,7 +283,10 @@ def test_a_stranger_cannot_be_finished():
     [
         (request("x", 0), "'x' has an empty prompt"),
         (request("x", 3, max_tokens=0), "max_tokens=0: ask for at least 1"),
-        (request("x", 60, max_tokens=5), "60 prompt tokens and max_tokens=5, 65 together, .* at most 64: shorten"),
+        (
+            request("x", 60, max_tokens=5),
+            "60 prompt tokens and max_tokens=5, 65 together, but the engine serves at most 64 .*: shorten",
+        ),
         (request("x", 20, max_tokens=22), "needs 22 blocks .* but the pool has 20: shorten"),
         (  # 12 + 2 + 12 of staging
             request("x", 24, max_tokens=1, budgets=(FULL, FULL, 4, 4)),

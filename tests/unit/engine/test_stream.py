@@ -151,6 +151,18 @@ def test_a_taken_id_is_refused_and_its_owner_goes_on(counting):
     assert engine.aborted == []
 
 
+def test_a_name_that_a_caller_has_taken_is_not_given_to_another_stream(counting):
+    _, thread = counting
+    mine = [thread.iterate([10**6], request_id=f"stream-{i}") for i in (0, 1, 3)]
+    for stream in mine:
+        next(stream)
+    others = [list(thread.iterate([3])) for _ in range(3)]
+    assert [outputs[-1].request_id for outputs in others] == ["stream-2", "stream-4", "stream-5"]
+    for stream in mine:
+        assert not next(stream).is_finished
+        stream.close()
+
+
 @pytest.mark.parametrize("failure", [RuntimeError("the device is lost"), KeyboardInterrupt()])
 def test_a_failure_of_the_engine_ends_every_stream(counting, failure):
     engine, thread = counting
