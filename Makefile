@@ -8,7 +8,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test test-all lint format ci clean
+.PHONY: setup demo test test-all lint format ci eval eval-smoke clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,25 @@ lint: setup
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Every method at every ratio, and the published layers and budgets; interrupted, the same command goes on.
+EVAL_OUT ?= evals/results/comparison
+EVAL_LENGTHS ?= 1024,2048
+EVAL_SEEDS ?= 1,3,5,7
+EVAL_ARGS ?=
+eval: setup
+	$(BIN)/hf-sparsekv eval --tasks all --method all,published --compression 2,4,10 \
+	  --lengths $(EVAL_LENGTHS) --seeds $(EVAL_SEEDS) \
+	  --out $(EVAL_OUT).jsonl --json $(EVAL_OUT).json $(EVAL_ARGS)
+	$(BIN)/python -m evals.tables
+
+# The same path in miniature: no figure of it says anything.
+eval-smoke: setup
+	$(BIN)/hf-sparsekv fetch --quiet
+	@mkdir -p .cache && rm -f .cache/eval_smoke.jsonl
+	$(BIN)/hf-sparsekv eval --tasks needle,document_qa,perplexity --lengths 512 --limit 2 --essay pydoc \
+	  --method random,snapkv,hybrid --compression 4 --out .cache/eval_smoke.jsonl --json .cache/eval_smoke.json
+	$(BIN)/python -m evals.tables --check
 
 ci: lint test
 

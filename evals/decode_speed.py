@@ -1,7 +1,7 @@
 """Prefill, decode and memory of one request: the sparse cache against transformers' dense cache, in one run.
 
-    python evals/decode_speed.py --context 4096 --budget 512                 the built-in model on this machine
-    python evals/decode_speed.py --shape llama3-8b --device cuda             random weights, on a GPU
+    python -m evals.decode_speed --context 4096 --budget 512                 the built-in model on this machine
+    python -m evals.decode_speed --shape llama3-8b --device cuda             random weights, on a GPU
 
 Both caches get the same random token ids. Each figure is the median of `--repeats` runs after one that is not counted;
 the two caches take turns, so that a slow moment of the machine hits both. The figures of every run are
@@ -12,7 +12,6 @@ was held before, in a run of its own.
 import argparse
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import hf_sparsekv as skv
+from evals.tasks.provenance import commit
 from hf_sparsekv.attention import forward as forward_module
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 from hf_sparsekv.models_store import resolve_model
@@ -209,17 +209,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         },
         "device": torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
     }
-
-
-def commit() -> str | None:
-    """The commit of this checkout, with a + where files differ from it; None outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head + "+" * bool(changed.strip())
 
 
 def main() -> None:

@@ -8,21 +8,18 @@ Needs the extra `eval`. Importing this module also makes the model known to `lm_
 model_args="pretrained=...,budget=256,num_full_layers=3,scorer=hybrid", ...)`.
 """
 
-import hashlib
 import json
-import platform
 from collections.abc import Sequence
 from typing import Any
 
 import lm_eval
-import torch
-import transformers
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable
 
 import hf_sparsekv as skv
 from evals.ledger import RequestRecord, require_sparse, summary, summary_by_task
 from evals.sparse_lm import SparseKVLM
+from evals.tasks.provenance import model_facts, versions
 from hf_sparsekv.errors import ConfigError, InputError
 
 FORMAT = 1
@@ -42,6 +39,7 @@ def evaluate(
     require_eviction: bool = True,
     include_path: str | None = None,
     include_defaults: bool = True,
+    task_manager: TaskManager | None = None,
     model_options: dict[str, Any] | None = None,
     **harness_options: Any,
 ) -> dict[str, Any]:
@@ -57,6 +55,7 @@ def evaluate(
         require_eviction: leave out tasks whose scores are the dense model's, and raise when that is all of them.
         include_path: a folder with tasks of your own.
         include_defaults: whether lm-eval's own tasks are known too; indexing them takes seconds.
+        task_manager: what knows the tasks, in place of the two options before it; for several calls.
         model_options: what else `SparseKVLM` takes (`tokenizer`, `rolling_chunk_tokens`, `dtype`, `device`, ...).
         harness_options: what else `lm_eval.simple_evaluate` takes (`limit`, `num_fewshot`, `gen_kwargs`, ...).
     Returns:
@@ -70,8 +69,8 @@ def evaluate(
         ConfigError: options that contradict each other or a sparse cache.
     """
     names = [tasks] if isinstance(tasks, str) else list(tasks)
-    manager = TaskManager(include_path=include_path, include_defaults=include_defaults)
-    _check_tasks(names, manager)
+    manager = task_manager or TaskManager(include_path=include_path, include_defaults=include_defaults)
+    check_tasks(names, manager)
     if harness_options.get("use_cache") is not None:
         raise ConfigError("use_cache keeps answers without what was evicted for them: leave it out")
     lm = SparseKVLM(
@@ -98,9 +97,9 @@ def _figures(lm: SparseKVLM, output: dict[str, Any], settings: dict[str, Any]) -
     figures = {
         "kind": "lm-eval",
         "format": FORMAT,
-        "versions": _versions(),
+        "versions": versions() | {"lm_eval": lm_eval.__version__},
         "commit": output.get("git_hash"),
-        "model": _model_facts(lm),
+        "model": model_facts(lm.model, lm.model.config._name_or_path or type(lm.model).__name__),
         "config": lm.sparse_config.to_dict(must_be_registered=False),
         "in_force": lm.sparse_config.effective(),
         "settings": settings,
@@ -110,7 +109,7 @@ def _figures(lm: SparseKVLM, output: dict[str, Any], settings: dict[str, Any]) -
     return plain
 
 
-def _check_tasks(names: list[str], manager: TaskManager) -> None:
+def check_tasks(names: list[str], manager: TaskManager) -> None:
     """Refuse names that lead to no task, before a model is loaded."""
     if not names:
         raise InputError("no task is named: give at least one, such as 'mmlu'")
@@ -147,32 +146,3 @@ def _scores(output: dict[str, Any], records: list[RequestRecord], *, require_evi
         "num_fewshot": output.get("n-shot", {}),
         "samples": samples,
     }
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "hf_sparsekv": skv.__version__,
-        "lm_eval": lm_eval.__version__,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _model_facts(lm: SparseKVLM) -> dict[str, Any]:
-    return {
-        "name": lm.model.config._name_or_path or type(lm.model).__name__,
-        "dtype": str(lm.model.dtype).removeprefix("torch."),
-        "device": str(lm.device),
-        "num_parameters": lm.model.num_parameters(),
-        "weights_sha256": _weights_sha256(lm.model),
-    }
-
-
-def _weights_sha256(model: torch.nn.Module) -> str:
-    """Of all weights, by name in alphabetical order: says which model it was, whatever it was called."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -1,5 +1,7 @@
 """Offline tasks through several caches, the same samples for each, paired with the dense cache's results.
 
+A document is read once for all caches, see `evals.shared_prefill`.
+
     python -m evals.run_tasks --tasks needle,perplexity --lengths 1024 --out needle.jsonl --json needle.json
         --config snapkv-4x:num_full_layers=0,budget=0.25
         --config hybrid-4x:num_full_layers=0,budget=0.25,scorer=hybrid
@@ -17,18 +19,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import hf_sparsekv as skv
 from evals.model_args import split_options
-from evals.scoring import SparseScorer
+from evals.sample_groups import outcomes_of
+from evals.shared_prefill import SharedPrefill
 from evals.tasks.catalog import TASKS, samples_of
 from evals.tasks.essay import AUTO, SOURCES, EssayTokens, load_essay
 from evals.tasks.lines import SampleLines
-from evals.tasks.measure import HELD_BACK_TOKENS, outcome
+from evals.tasks.measure import HELD_BACK_TOKENS
 from evals.tasks.provenance import commit, model_facts, versions
 from evals.tasks.samples import HALVES, MODES, NO_CONTEXT, Sample
 from evals.tasks.summary import DENSE, Results, rows
@@ -38,8 +40,6 @@ from hf_sparsekv.models_store import BUILTIN_ALIAS
 
 FORMAT = 1
 """Of the lines and of the summary."""
-BATCH_SIZE = 8
-"""Options of one sample that are scored at once."""
 
 
 def parse_config(text: str) -> tuple[str, skv.SparseKVConfig]:
@@ -97,51 +97,51 @@ def run(
     check_lengths(model.config, samples)
     facts = {"format": FORMAT, "model": model_facts(model, model_name), "held_back_tokens": HELD_BACK_TOKENS}
     facts |= {"versions": versions()}
-    scorers = {
-        name: SparseScorer(model, config, batch_size=BATCH_SIZE, softmax_dtype=torch.float32)
-        for name, config in {DENSE: dense_config(model), **configs}.items()
-    }
+    prefill = SharedPrefill(model, {DENSE: dense_config(model), **configs})
     with SampleLines(out, facts) as lines:
-        results = _measured(samples, scorers, lines, has_progress=has_progress)
+        results = _measured(samples, prefill, lines, has_progress=has_progress)
     return facts | {
         "kind": "tasks",
         "commit": commit(),
         "commits": sorted({str(line["commit"]) for line in results.values()}),
         "essay": dict(essay),
         "configs": {
-            name: {"config": s.config.to_dict(must_be_registered=False), "in_force": s.config.effective()}
-            for name, s in scorers.items()
+            name: {"config": config.to_dict(must_be_registered=False), "in_force": config.effective()}
+            for name, config in prefill.configs.items()
         },
         "seconds": sum(line["seconds"] for line in results.values()),
-        "rows": rows(samples, results, scorers),
+        "rows": rows(samples, results, prefill.configs),
     }
 
 
-def _measured(
-    samples: Sequence[Sample], scorers: Mapping[str, SparseScorer], lines: SampleLines, *, has_progress: bool
-) -> Results:
+def _measured(samples: Sequence[Sample], prefill: SharedPrefill, lines: SampleLines, *, has_progress: bool) -> Results:
     """The results of all samples with all configurations: those that are there, then the missing ones."""
     wanted = {
-        (name, sample.id): (sample, _made_of(sample, scorers[name]))
+        (name, sample.id): _made_of(sample, config)
         for sample in samples
-        for name in ([DENSE] if sample.mode == NO_CONTEXT else scorers)
+        for name, config in prefill.configs.items()
+        if name == DENSE or sample.mode != NO_CONTEXT
     }
-    todo = [key for key, (_, made_of) in wanted.items() if not lines.holds("|".join(key), made_of)]
+    todo = [key for key, made_of in wanted.items() if not lines.holds("|".join(key), made_of)]
+    names: dict[str, list[str]] = {}
+    for name, sample_id in todo:
+        names.setdefault(sample_id, []).append(name)
+    missing = [sample for sample in samples if sample.id in names]
     now = commit()
     with tqdm(total=len(wanted), initial=len(wanted) - len(todo), disable=not has_progress, desc="Samples") as bar:
-        for key in todo:
-            sample, made_of = wanted[key]
-            line: dict[str, Any] = {"config": key[0], "task": sample.task, "mode": sample.mode, "half": sample.half}
-            line |= {"seed": sample.seed, "budget_tokens": sample.budget_tokens, "num_tokens": sample.num_tokens}
-            line |= {"facts": dict(sample.facts), "commit": now, **made_of, **outcome(scorers[key[0]], sample)}
-            lines.add("|".join(key), line)
-            bar.update()
+        for sample, outcomes in outcomes_of(prefill, missing, names):
+            for name, outcome in outcomes.items():
+                line: dict[str, Any] = {"config": name, "task": sample.task, "mode": sample.mode, "half": sample.half}
+                line |= {"seed": sample.seed, "budget_tokens": sample.budget_tokens, "num_tokens": sample.num_tokens}
+                line |= {"facts": dict(sample.facts), "commit": now, **wanted[name, sample.id], **outcome}
+                lines.add(f"{name}|{sample.id}", line)
+                bar.update()
     return {key: lines.known["|".join(key)] for key in wanted}
 
 
-def _made_of(sample: Sample, scorer: SparseScorer) -> dict[str, str]:
+def _made_of(sample: Sample, config: skv.SparseKVConfig) -> dict[str, str]:
     """Hashes that tell whether a stored result is of this sample and this configuration."""
-    options = json.dumps(scorer.config.to_dict(must_be_registered=False), sort_keys=True)
+    options = json.dumps(config.to_dict(must_be_registered=False), sort_keys=True)
     return {"sample_sha256": sample.sha256(), "config_sha256": hashlib.sha256(options.encode()).hexdigest()}
 
 

@@ -51,6 +51,8 @@ class Score:
     """Natural log of its probability."""
     is_greedy: bool
     """Whether each of its tokens is the most probable one."""
+    num_greedy: int
+    """How many of its tokens are the most probable one after those before them."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,8 @@ class SparseScorer:
         log_p_TV = torch.log_softmax(logits_TV, dim=-1, dtype=self._softmax_dtype)
         target_T = torch.tensor(targets, device=log_p_TV.device)
         chosen_T = log_p_TV.gather(-1, target_T[:, None])[:, 0]
-        return Score(float(chosen_T.sum()), bool((log_p_TV.argmax(dim=-1) == target_T).all()))
+        num_greedy = int((log_p_TV.argmax(dim=-1) == target_T).sum())
+        return Score(float(chosen_T.sum()), num_greedy == len(target_T), num_greedy)
 
     def _ids(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, dtype=torch.long, device=self.model.device)

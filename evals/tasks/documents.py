@@ -86,7 +86,9 @@ class DocumentQA:
     answers: str = TEXTS
     """`TEXTS` or `LETTERS`."""
     lengths: Sequence[int] = LENGTHS
+    """Any that the model reads, 500 tokens or more."""
     seeds: Sequence[int] = tuple(range(10))
+    """Any; each asks about every attribute once, and has the right option once in every place."""
     modes: Sequence[str] = MODES
 
     def __post_init__(self) -> None:
@@ -121,15 +123,15 @@ class DocumentQA:
     def _about(
         self, text: EssayTokens, length: int, seed: int, attribute: Attribute, gold: int, rng: Random
     ) -> Iterator[Sample]:
-        people = _people(self.num_people, rng)
+        named = people(self.num_people, rng)
         values = rng.sample(attribute.values, self.num_people)
         options = rng.sample(values[1:], NUM_OPTIONS - 1)
         options.insert(gold, values[0])
         facts = [
             ids_of(text.tokenizer, f" {attribute.statement.format(person=person)} {value}.")
-            for person, value in zip(people, values, strict=True)
+            for person, value in zip(named, values, strict=True)
         ]
-        question, continuations = self._asked(text, attribute, people[0], options)
+        question, continuations = self._asked(text, attribute, named[0], options)
         head = prefix_ids(text.tokenizer)
         room = length - len(head) - sum(map(len, facts)) - len(question) - max(map(len, continuations))
         if room < 1:
@@ -152,7 +154,7 @@ class DocumentQA:
                 gold=gold,
                 scorer=CHOICE,
                 variant=f"{self.answers}/p{self.num_people}/{attribute.name}",
-                facts=place | {"person": people[0], "options": options, "question_tokens": len(question)},
+                facts=place | {"person": named[0], "options": options, "question_tokens": len(question)},
             )
 
     def _asked(
@@ -167,6 +169,6 @@ class DocumentQA:
         return ids_of(text.tokenizer, asked), tuple(ids_of(text.tokenizer, f" {letter}") for letter in _LETTERS)
 
 
-def _people(count: int, rng: Random) -> list[str]:
+def people(count: int, rng: Random) -> list[str]:
     """Names of which no two share a part."""
     return [f"{first} {last}" for first, last in zip(rng.sample(_FIRST, count), rng.sample(_LAST, count), strict=True)]

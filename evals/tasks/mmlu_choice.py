@@ -6,22 +6,21 @@ divergence of the four letters' distribution from the dense model's do (`evals.t
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from evals.tasks.drawing import drawn
 from evals.tasks.essay import EssayTokens
 from evals.tasks.mmlu import LETTERS, Question, description
 from evals.tasks.samples import (
     CHOICE,
-    HALVES,
     MODES,
     Sample,
     Tokens,
     check_grid,
-    half_of,
     ids_of,
     prefix_ids,
     random_of,
 )
-from hf_sparsekv.errors import InputError
 from hf_sparsekv.scorers.checks import check_int
 
 TASK = "mmlu"
@@ -59,23 +58,17 @@ class MmluChoice:
         letters = tuple(ids_of(text.tokenizer, f" {letter}") for letter in LETTERS)
         for length in self.lengths:
             for seed in self.seeds:
-                order = list(range(HALVES.index(half_of(seed)), len(self.questions), len(HALVES)))
-                random_of(TASK, length, seed).shuffle(order)
-                drawn = 0
-                for number in order:
-                    if drawn == self.num_questions:
-                        break
-                    made = list(self._asked(text, length, seed, number, letters))
-                    drawn += bool(made)
-                    yield from made
-                if drawn < self.num_questions:
-                    raise InputError(
-                        f"the {half_of(seed)} half has {drawn} questions that fit {length} tokens, "
-                        f"{self.num_questions} are drawn: give fewer, or a greater length"
-                    )
+                yield from drawn(
+                    len(self.questions),
+                    self.num_questions,
+                    seed=seed,
+                    length=length,
+                    rng=random_of(TASK, length, seed),
+                    made_of=partial(self._asked, text, length, seed, letters),
+                )
 
     def _asked(
-        self, text: EssayTokens, length: int, seed: int, number: int, letters: tuple[Tokens, ...]
+        self, text: EssayTokens, length: int, seed: int, letters: tuple[Tokens, ...], number: int
     ) -> Iterator[Sample]:
         """The samples of a question; none where it does not fit."""
         asked = self.questions[number]

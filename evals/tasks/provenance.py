@@ -35,16 +35,21 @@ def commit() -> str | None:
     return head + "+" * bool(changed.strip())
 
 
-def model_facts(model: transformers.PreTrainedModel, name: str) -> dict[str, Any]:
-    """Which model it was, whatever it was called: JSON-able."""
+def weights_sha256(model: torch.nn.Module) -> str:
+    """Of all weights, by name in alphabetical order: says which model it was, whatever it was called."""
     digest = hashlib.sha256()
-    for key, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def model_facts(model: transformers.PreTrainedModel, name: str) -> dict[str, Any]:
+    """Which model it was: JSON-able."""
     return {
         "name": name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "num_parameters": model.num_parameters(),
-        "weights_sha256": digest.hexdigest(),
+        "weights_sha256": weights_sha256(model),
     }

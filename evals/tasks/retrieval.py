@@ -1,6 +1,7 @@
 """Digit retrieval in the style of RULER: codes set into essay text, or a list of them; one is asked for.
 
-- `needle`: one code in an essay. `multi_key`: several, anywhere. `key_value`: a list of them in one place.
+- `needle`: one code in an essay. `needle_long`: one code that is longer than the usual pooling of scores is wide.
+  `multi_key`: several, anywhere. `key_value`: a list of them in one place.
 - An answer counts when all of its digits are right (`EXACT`).
 - Every depth, length and seed draws its own text, key and digits; the two modes of a sample share them.
 
@@ -27,7 +28,8 @@ from evals.tasks.samples import (
 from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.scorers.checks import check_int
 
-NEEDLE, MULTI_KEY, KEY_VALUE = "needle", "multi_key", "key_value"
+NEEDLE, NEEDLE_LONG, MULTI_KEY, KEY_VALUE = "needle", "needle_long", "multi_key", "key_value"
+TASKS = (NEEDLE, NEEDLE_LONG, MULTI_KEY, KEY_VALUE)
 LENGTHS = (1024, 2048, 4096, 8192)
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 MAX_DIGITS = 18
@@ -52,7 +54,7 @@ _LIST_HEADER = "Somewhere in the following text a list gives a code for each nam
 
 @dataclass(frozen=True, kw_only=True)
 class Retrieval:
-    """One of the three tasks on a grid of lengths, depths and seeds."""
+    """One of the four tasks on a grid of lengths, depths and seeds."""
 
     task: str = NEEDLE
     num_keys: int = 1
@@ -70,15 +72,16 @@ class Retrieval:
         Raises:
             ConfigError: names the value and the limit.
         """
-        if self.task not in (NEEDLE, MULTI_KEY, KEY_VALUE):
-            raise ConfigError(f"retrieval has {NEEDLE}, {MULTI_KEY} and {KEY_VALUE}: got {self.task!r}")
+        if self.task not in TASKS:
+            raise ConfigError(f"retrieval has {', '.join(TASKS)}: got {self.task!r}")
         check_int("num_digits", self.num_digits, at_least=3)
         if self.num_digits > MAX_DIGITS:
             raise ConfigError(f"num_digits is at most {MAX_DIGITS}: got {self.num_digits}")
         check_int("num_keys", self.num_keys, at_least=1)
-        if (self.task == NEEDLE) != (self.num_keys == 1) or self.num_keys > len(_SECOND):
+        if (self.task in (NEEDLE, NEEDLE_LONG)) != (self.num_keys == 1) or self.num_keys > len(_SECOND):
             raise ConfigError(
-                f"{NEEDLE} has one key, {MULTI_KEY} and {KEY_VALUE} have 2 to {len(_SECOND)}: got {self.num_keys}"
+                f"{NEEDLE} and {NEEDLE_LONG} have one key, {MULTI_KEY} and {KEY_VALUE} have 2 to {len(_SECOND)}: got "
+                f"{self.num_keys}"
             )
         check_grid(lengths=self.lengths, seeds=self.seeds, modes=self.modes)
         check_depths(self.depths)
@@ -151,7 +154,9 @@ class Retrieval:
                 continuations=(answer,),
                 scorer=EXACT,
                 variant=f"k{self.num_keys}/n{self.num_digits}/d{place['depth']:g}",
-                facts=place | {"key": pair[0], "answer": pair[1], "question_tokens": len(question)},
+                facts=place
+                | {"key": pair[0], "answer": pair[1], "answer_tokens": len(answer)}
+                | {"question_tokens": len(question)},
             )
 
     def _pairs(self, keys: Iterable[str], text: str, rng: Random) -> list[tuple[str, str]]:
@@ -164,6 +169,11 @@ class Retrieval:
         pairs = [(key, code) for code, key in zip(codes, keys, strict=False)]  # keys are made one by one, as needed
         assert len(pairs) == self.num_keys
         return pairs
+
+
+def things(count: int, rng: Random) -> list[str]:
+    """Names of so many things, all different, in the plural."""
+    return [name if name.endswith("s") else f"{name}s" for name in rng.sample(_SECOND, count)]
 
 
 def _statement(key: str, code: str) -> str:

@@ -19,8 +19,8 @@ MODES = (AWARE, AGNOSTIC)
 """`NO_CONTEXT` samples are made by the perplexity task alone, to say what its context is worth."""
 TUNE, REPORT = "tune", "report"
 HALVES = (TUNE, REPORT)
-EXACT, CHOICE, NLL = "exact", "choice", "nll"
-SCORERS = (EXACT, CHOICE, NLL)
+EXACT, CHOICE, NLL, TOKENS = "exact", "choice", "nll", "tokens"
+SCORERS = (EXACT, CHOICE, NLL, TOKENS)
 
 Tokens = tuple[int, ...]
 
@@ -51,7 +51,8 @@ class Sample:
     """Index of the right continuation."""
     scorer: str
     """`EXACT`: 1 if every token of the answer is the most probable one, which is what greedy decoding writes. `CHOICE`:
-    1 if the right continuation has the highest log-likelihood. `NLL`: mean negative log-likelihood, in nats a token."""
+    1 if the right continuation has the highest log-likelihood per token. `NLL`: mean negative log-likelihood, in nats a
+    token. `TOKENS`: share of the answer's tokens that are the most probable one after the right ones before them."""
     variant: str = ""
     """Tells samples apart that agree in the rest."""
     facts: Mapping[str, Any] = field(default_factory=dict)

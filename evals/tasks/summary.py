@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from evals.tasks import perplexity
-from evals.tasks.samples import CHOICE, NLL, NO_CONTEXT, Sample
+from evals.tasks.samples import CHOICE, EXACT, NLL, NO_CONTEXT, Sample
 from evals.tasks.stats import agreement, bootstrap, mean, mean_difference
 from evals.tasks.stats import perplexity as perplexity_of
 
@@ -66,6 +66,10 @@ def _figures(samples: list[Sample], results: Results, name: str, seed: int) -> d
     if samples[0].scorer == CHOICE:
         dense, sparse = ([results[c, s.id]["log_likelihoods"] for s in samples] for c in (DENSE, name))
         figures["agreement"] = agreement(dense, sparse, [s.gold for s in samples])
+    shares = np.array([[results[c, s.id].get("token_shares", [np.nan])[0] for c in (DENSE, name)] for s in samples])
+    if samples[0].scorer == EXACT and np.isfinite(shares).all():  # lines of earlier runs lack them
+        figures["token_share"] = bootstrap(shares[:, 1], mean, seed=seed).to_dict()
+        figures["token_share_difference"] = bootstrap(shares, mean_difference, seed=seed).to_dict()
     return figures
 
 

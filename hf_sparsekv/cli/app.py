@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from hf_sparsekv.cli.interrupt import INTERRUPTED, MESSAGE, importing
+from hf_sparsekv.cli.interrupt import EXIT_BASE, MESSAGES, Interrupted, Terminated, importing, raising_on_sigterm
 from hf_sparsekv.errors import SparseKVError
 from hf_sparsekv.version import __version__
 
@@ -30,6 +30,7 @@ COMMANDS = {
     "plan": "Show the layer plan of a model: kind, tokens and bytes per layer, and the total against dense.",
     "doctor": "Tell what this machine has and which implementation each op uses.",
     "bench": "Measure serving: c requests live at any time, random prompts, exactly --output-len tokens each.",
+    "eval": "Measure what a model loses with a sparse cache, on offline tasks or lm-eval's, paired with the dense one.",
     "run": "Generate for every line of a file, many at once; interrupted or killed, the same command goes on.",
 }
 """Each subcommand's module in this folder, which has a function of the same name, and the docstring's first line."""
@@ -57,6 +58,11 @@ class LazyGroup(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else load_command(name), rest
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse the command line; nothing is open yet, so a signal ends the program."""
+        with importing():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand; stop without a word when nobody reads its output any more."""
         try:
@@ -64,6 +70,8 @@ class LazyGroup(TyperGroup):
         except BrokenPipeError as error:
             _drop_output()
             raise typer.Exit(NOBODY_READS) from error
+        except KeyboardInterrupt as error:
+            raise Interrupted from error
 
 
 app = typer.Typer(
@@ -97,7 +105,8 @@ def options(
 def main() -> None:
     """Run the command line; a user's mistake ends in one line on stderr and exit code 2."""
     try:
-        sys.exit(app(standalone_mode=False))
+        with raising_on_sigterm():
+            sys.exit(app(standalone_mode=False))
     except _UsageError as error:
         command = "hf-sparsekv" if error.ctx is None else error.ctx.command_path
         if sys.argv[1:]:
@@ -106,14 +115,20 @@ def main() -> None:
             sys.exit(USAGE_ERROR)
     except SparseKVError as error:
         _fail(str(error))
-    except (KeyboardInterrupt, typer.Abort):
-        Console(stderr=True).print(MESSAGE)
-        sys.exit(INTERRUPTED)
+    except (KeyboardInterrupt, Interrupted, typer.Abort):
+        _end_by(signal.SIGINT)
+    except Terminated:
+        _end_by(signal.SIGTERM)
     except OSError as error:
         if error.errno not in _OUTPUT_ERRORS:
             raise
         _drop_output()
         _fail(f"cannot write the output: {error.strerror}")
+
+
+def _end_by(number: signal.Signals) -> None:
+    Console(stderr=True).print(MESSAGES[number])
+    sys.exit(EXIT_BASE + number)
 
 
 def _drop_output() -> None:

@@ -4,6 +4,7 @@ What brings torch is imported inside the functions that need it: `--help` does w
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -76,9 +77,20 @@ def build_config(
     """
     from hf_sparsekv.config import SparseKVConfig
 
-    values: dict[str, Any] = {}
-    if path is not None:
-        values = SparseKVConfig.from_json(read_text(path)).to_dict()
+    base = {} if path is None else SparseKVConfig.from_json(read_text(path)).to_dict()
+    return SparseKVConfig.from_dict(option_values(base, budget, num_full_layers, full_layers, scorer, settings))
+
+
+def option_values(
+    base: Mapping[str, Any],
+    budget: str | None,
+    num_full_layers: int | None,
+    full_layers: str | None,
+    scorer: str | None,
+    settings: list[str] | None,
+) -> dict[str, Any]:
+    """Options of SparseKVConfig by name: those of `base`, and over them what the command line gives."""
+    values = dict(base)
     if budget is not None:
         values["budget"] = parse_budget(budget)
     if full_layers is not None:
@@ -96,7 +108,7 @@ def build_config(
         if not equals:
             raise ConfigError(f"--set {shown(setting)}: give name=value")
         values[name] = _json_or_text(text)
-    return SparseKVConfig.from_dict(values)
+    return values
 
 
 def parse_budget(text: str) -> "Budget":

@@ -55,9 +55,11 @@ class Keyformer(Scorer):
         key_index = torch.arange(num_keys, device=inputs.keys.device)
         per_head = inputs.keys.new_zeros((batch, kv_heads, groups, num_keys), dtype=torch.float32)
         for rows in row_chunks(num_rows, batch * inputs.queries.shape[1] * num_keys * 4):
-            logits = torch.matmul(queries[..., rows, :].float(), keys).mul_(inputs.scale).add_(noise)
+            end = rows.stop + num_keys - num_rows  # later keys are hidden from all of these rows
+            logits = torch.matmul(queries[..., rows, :].float(), keys[..., :end]).mul_(inputs.scale)
             position = torch.arange(rows.start, rows.stop, device=keys.device) + num_keys - num_rows
-            logits.div_(self.temperature).masked_fill_(key_index > position[:, None], float("-inf"))
-            per_head += logits.softmax(dim=-1).sum(dim=-2)
+            is_later = key_index[:end] > position[:, None]
+            logits.add_(noise[..., :end]).div_(self.temperature).masked_fill_(is_later, float("-inf"))
+            per_head[..., :end] += logits.softmax(dim=-1).sum(dim=-2)
         total = per_head.mean(dim=2) if inputs.group_reduction == "mean" else per_head.amax(dim=2)
         return total if inputs.carried is None else total + inputs.carried

@@ -1,7 +1,9 @@
 """What goes into a source distribution and into a wheel, with kernels and without. Needs no CUDA compiler."""
 
 import importlib.util
+import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -56,7 +58,7 @@ def project(tmp_path: Path) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE", "hatch_build.py"):
         shutil.copy(ROOT / name, folder / name)
     ignored = shutil.ignore_patterns("build", "__pycache__")
-    for name in ("kernels", "hf_sparsekv"):
+    for name in ("kernels", "hf_sparsekv", "evals"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     return folder
 
@@ -128,8 +130,19 @@ def test_a_wheel_without_kernels_is_pure_python(project, tmp_path, monkeypatch, 
     assert wheel.endswith("-py3-none-any.whl")
     assert not fake_nvcc.exists()
     with zipfile.ZipFile(wheel) as archive:
-        folders = {name.split("/")[0] for name in archive.namelist()}
+        names = archive.namelist()
+        archive.extractall(tmp_path / "installed", [name for name in names if name.startswith("hf_sparsekv/")])
+    folders = {name.split("/")[0] for name in names}
     assert folders == {"hf_sparsekv", f"{Path(wheel).name.split('-py3')[0]}.dist-info"}
+    # `hf-sparsekv eval` needs its files there; in a process of its own, so that they are not the checkout's.
+    assert not [name for name in names if "evals/results" in name]
+    code = "from hf_sparsekv.cli.eval import evals_module; print(evals_module('session').__file__)"
+    installed = tmp_path / "installed"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(installed)}, capture_output=True
+    )
+    expected = installed / "hf_sparsekv" / "bundled" / "evals" / "session.py"
+    assert (found.stdout.decode().strip(), found.stderr) == (str(expected), b"")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels are built on Linux only")

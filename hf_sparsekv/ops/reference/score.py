@@ -140,14 +140,18 @@ def _existing_rows(lengths_B: Tensor, num_rows: int) -> Tensor:
 
 
 def _tiles(num_heads: int, num_rows: int, num_keys: int) -> list[tuple[slice, slice]]:
-    """(rows, columns) pieces whose fp32 logits stay under the stated bound of temporaries."""
+    """(rows, columns) pieces whose fp32 logits stay under the stated bound of temporaries.
+
+    Columns end where the last of the rows does: later keys are hidden from them in every request.
+    """
     row_step = max(1, min(num_rows, 256))
     column_step = chunk_length(num_heads * row_step * 4)
-    return [
-        (slice(row, min(row + row_step, num_rows)), slice(column, min(column + column_step, num_keys)))
-        for row in range(0, num_rows, row_step)
-        for column in range(0, num_keys, column_step)
-    ]
+    tiles = []
+    for row in range(0, num_rows, row_step):
+        rows = slice(row, min(row + row_step, num_rows))
+        end = num_keys - num_rows + rows.stop
+        tiles += [(rows, slice(column, min(column + column_step, end))) for column in range(0, end, column_step)]
+    return tiles
 
 
 def _masked_logits(

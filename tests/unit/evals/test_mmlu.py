@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from evals.tasks import mmlu
 from evals.tasks.mmlu import HUMANITIES, Question, build_layout, load_examples, load_questions
 from evals.tasks.mmlu_choice import MmluChoice
 from hf_sparsekv.errors import InputError
@@ -95,6 +96,26 @@ def test_examples_lose_their_reasoning_and_those_with_five_options_go(tmp_path):
         load_examples(path)
 
 
+def test_without_the_harness_its_examples_are_fetched_and_never_left_out(tmp_path, monkeypatch):
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps({"anatomy": "Some.\n\n" + example("First?", "B")}))
+    asked = []
+
+    def fetched(name, **options):
+        asked.append((name, options["cache_dir"]))
+        if path.exists():
+            return path
+        raise InputError("no network")
+
+    monkeypatch.setattr(mmlu, "find_spec", lambda name: None)
+    monkeypatch.setattr(mmlu, "fetched", fetched)
+    assert [q.question for q in load_examples(cache_dir=tmp_path)["anatomy"]] == ["First?"]
+    assert asked == [("mmlu_examples.json", tmp_path)]
+    path.unlink()
+    with pytest.raises(InputError, match="no network"):
+        load_examples()
+
+
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed: pip install 'hf-sparsekv[eval]'")
 def test_the_harness_own_examples_are_read():
     found = load_examples()
@@ -166,6 +187,8 @@ def test_samples_hold_the_examples_that_fit_and_the_halves_share_no_question(tex
         assert tokenizer.decode(sample.question) == questions[number].text()
         if count < 5:
             assert sample.num_tokens + len(shown[count]) > sample.budget_tokens
+    few = MmluChoice(questions=questions, examples={"anatomy": many_questions(3)}, lengths=(600,), seeds=(0,))
+    assert {sample.facts["num_examples"] for sample in few.samples(text)} == {3}  # some subjects have no more
     with pytest.raises(InputError, match="the tune half has 20 questions that fit 600 tokens, 21 are drawn"):
         list(MmluChoice(questions=questions, examples={}, num_questions=21, lengths=(600,)).samples(text))
     with pytest.raises(InputError, match="has 0 questions that fit 50 tokens"):

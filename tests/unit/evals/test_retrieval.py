@@ -8,13 +8,14 @@ import re
 import pytest
 
 from evals.tasks.essay import EssayTokens, essay_of_text
-from evals.tasks.retrieval import KEY_VALUE, MULTI_KEY, NEEDLE, Retrieval
+from evals.tasks.retrieval import KEY_VALUE, MULTI_KEY, NEEDLE, NEEDLE_LONG, Retrieval
 from evals.tasks.samples import AGNOSTIC, AWARE, prefix_ids
 from hf_sparsekv.errors import ConfigError, InputError
 
 LONGEST_SENTENCE = 40
 TASKS = {
     NEEDLE: Retrieval(lengths=(600, 1200), seeds=(0, 1, 2, 3)),
+    NEEDLE_LONG: Retrieval(task=NEEDLE_LONG, num_digits=14, lengths=(600, 1200), seeds=(0, 1)),
     MULTI_KEY: Retrieval(task=MULTI_KEY, num_keys=4, lengths=(900, 1500), seeds=(0, 1)),
     KEY_VALUE: Retrieval(task=KEY_VALUE, num_keys=12, num_digits=4, lengths=(900, 1500), seeds=(0, 1)),
 }
@@ -62,6 +63,7 @@ def test_the_answer_is_unique_and_the_question_names_its_key_alone(task, text, t
         assert document.count(sample.facts["answer"]) == 1
         assert sample.facts["answer"] not in question
         assert tokenizer.decode(sample.continuations[0]) == " " + sample.facts["answer"]
+        assert sample.facts["answer_tokens"] == 1 + task.num_digits  # a byte, a token
         codes = re.findall(r"\d+", document)
         assert len(codes) == len(set(codes)) == task.num_keys
         assert {len(code) for code in codes} == {task.num_digits}
@@ -107,6 +109,7 @@ def test_what_a_tokenizer_puts_before_a_text_comes_first_and_counts(bos_tokenize
     [
         ({"task": "haystack"}, "haystack"),
         ({"num_keys": 2}, "got 2"),
+        ({"task": NEEDLE_LONG, "num_keys": 2}, "got 2"),
         ({"task": MULTI_KEY}, "got 1"),
         ({"task": KEY_VALUE, "num_keys": 51}, "2 to 50"),
         ({"num_digits": 2}, "num_digits"),

@@ -4,6 +4,7 @@ Guards against results of another model, configuration or text taken for one's o
 never evicted, and against values that are not the model's.
 """
 
+import itertools
 import json
 import math
 
@@ -12,6 +13,7 @@ import torch
 
 import hf_sparsekv as skv
 from evals import run_tasks
+from evals.sample_groups import outcomes_of
 from evals.scoring import SparseScorer
 from evals.tasks.catalog import TASKS, samples_of
 from evals.tasks.measure import context_of, outcome
@@ -129,11 +131,12 @@ def test_a_stopped_run_goes_on_after_a_torn_line(go, tmp_path, monkeypatch):
     path.write_bytes(b"".join(lines[:9]) + lines[9][: len(lines[9]) // 2])
     calls = []
 
-    def counted(scorer, sample):
-        calls.append(sample.id)
-        return outcome(scorer, sample)
+    def counted(*arguments):
+        for sample, outcomes in outcomes_of(*arguments):
+            calls.extend([sample.id] * len(outcomes))
+            yield sample, outcomes
 
-    monkeypatch.setattr(run_tasks, "outcome", counted)
+    monkeypatch.setattr(run_tasks, "outcomes_of", counted)
     again = go()
     assert len(calls) == len(lines) - 9
     assert len(lines_of(path)) == len(lines)
@@ -147,16 +150,11 @@ def test_a_stopped_run_goes_on_after_a_torn_line(go, tmp_path, monkeypatch):
 
 
 def test_an_interrupted_run_keeps_what_is_finished(go, tmp_path, monkeypatch):
-    count = 0
+    def interrupted(*arguments):
+        yield from itertools.islice(outcomes_of(*arguments), 2)
+        raise KeyboardInterrupt
 
-    def interrupted(scorer, sample):
-        nonlocal count
-        count += 1
-        if count > 4:
-            raise KeyboardInterrupt
-        return outcome(scorer, sample)
-
-    monkeypatch.setattr(run_tasks, "outcome", interrupted)
+    monkeypatch.setattr(run_tasks, "outcomes_of", interrupted)
     with pytest.raises(KeyboardInterrupt):
         go()
     assert len(lines_of(tmp_path / "out.jsonl")) == 5

@@ -1,0 +1,59 @@
+"""Samples of one document through all configurations, the document read once."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from evals.shared_prefill import ReadPrompt, SharedPrefill
+from evals.tasks.measure import context_of, judged
+from evals.tasks.samples import Sample, Tokens
+
+
+def outcomes_of(
+    prefill: SharedPrefill, samples: Sequence[Sample], names: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[Sample, dict[str, dict[str, Any]]]]:
+    """What `judged` says of each sample by configuration, and its share of the seconds.
+
+    Samples of one document follow one another, whatever their order was. Their document is read alone, then what each
+    compresses beside it, so that a result does not depend on which other samples are measured.
+
+    Args:
+        prefill: with all configurations.
+        samples: each once.
+        names: of the configurations that are wanted, by sample id.
+    """
+    groups: dict[Tokens, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.document, []).append(sample)
+    for group in groups.values():
+        prompts = _Prompts(prefill)
+        for sample in group:
+            start, context = time.perf_counter(), context_of(sample)
+            prompt = prompts.of(context.head, sample.document)
+            results = prompt.score(context.tail, context.continuations, names[sample.id])
+            outcomes = {name: judged(sample, result) for name, result in results.items()}
+            seconds = (time.perf_counter() - start) / len(outcomes)
+            yield sample, {name: outcome | {"seconds": seconds} for name, outcome in outcomes.items()}
+
+
+class _Prompts:
+    """The prompts of one document; of the longer ones, only the last is kept."""
+
+    def __init__(self, prefill: SharedPrefill) -> None:
+        self._prefill = prefill
+        self._document: ReadPrompt | None = None
+        self._last: tuple[Tokens, ReadPrompt] | None = None
+
+    def of(self, head: Tokens, document: Tokens) -> ReadPrompt:
+        if len(head) >= len(document):
+            if self._document is None:
+                self._document = self._prefill.read(document)
+            if len(head) == len(document):
+                return self._document
+        if self._last is None or self._last[0] != head:
+            self._last = None  # before the next one takes memory
+            if self._document is not None and len(head) > len(document):
+                self._last = head, self._document.extend(head[len(document) :])
+            else:
+                self._last = head, self._prefill.read(head)
+        return self._last[1]
