@@ -4,20 +4,23 @@ A configuration knows no model: which layers exist and what they cost is `hf_spa
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from sys import float_info
 from typing import Any, Self, TypeGuard
 
+from hf_sparsekv.budget_plan import BudgetPlan
 from hf_sparsekv.errors import ConfigError, shown
 from hf_sparsekv.ops.reference.select import MAX_POOL_WIDTH
 from hf_sparsekv.scorers import Pooling, Scorer, build_scorer, describe_scorer
 from hf_sparsekv.scorers.base import DECODE_MODES, POOLINGS, REDUCTIONS
 from hf_sparsekv.scorers.checks import MAX_COUNT, check_int
 
-BUDGET_SHAPES = ("uniform", "pyramid")
+BUDGET_SHAPES = ("uniform", "pyramid", "calibrated")
 DEFAULT_NUM_FULL_LAYERS = 3
+DEFAULT_BUDGET = 1024
 
 Budget = int | float | tuple[int | float, ...]
 
@@ -55,12 +58,15 @@ class SparseKVConfig:
     """Layers that keep everything, counted from the bottom; 0 = none. Default 3, unless `full_layers` is given."""
     full_layers: tuple[int, ...] | None = None
     """The full layers by index, in place of a count."""
-    budget: Budget = 1024
+    budget: Budget = DEFAULT_BUDGET
     """Tokens that a window layer keeps per request: an int; a float in (0, 1) = that fraction of the prompt; or a
     sequence with one of these for each window layer, from the bottom."""
     budget_shape: str = "uniform"
     """"uniform", or "pyramid": budgets fall linearly with depth, their sum unchanged (PyramidKV, 2406.02069).
-    Fractions fall less steeply where the bottom layer would otherwise keep more than the whole prompt."""
+    Fractions fall less steeply where the bottom layer would otherwise keep more than the whole prompt. "calibrated":
+    `plan` says which layers are full and what the others keep, so neither is given here."""
+    plan: BudgetPlan | str | os.PathLike[str] | Mapping[str, Any] | None = None
+    """What `hf-sparsekv plan --calibrate` has measured: the path of its file, read at once, or its contents."""
     pyramid_beta: float | None = None
     """Steepness of the pyramid: the top layer's scored tokens are the mean divided by it. Default 20."""
     num_sink_tokens: int = 4
@@ -103,6 +109,7 @@ class SparseKVConfig:
             raise ConfigError(f"scorer_options must be a mapping of names to values: got {shown(self.scorer_options)}")
         set_(self, "scorer_options", FrozenOptions(self.scorer_options))
         set_(self, "_scorer", build_scorer(self.scorer, self.scorer_options))
+        self._take_plan()
         self._check_layers()
         self._check_tokens()
         self._check_budget()
@@ -175,7 +182,7 @@ class SparseKVConfig:
         if not isinstance(self.scorer, str):
             described = describe_scorer(self.scorer, must_be_registered=must_be_registered)
             values["scorer"], values["scorer_options"] = described["name"], described["options"]
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+        return _jsonable(values)
 
     def effective(self) -> dict[str, Any]:
         """What is in force, defaults resolved, as JSON-able values."""
@@ -193,7 +200,7 @@ class SparseKVConfig:
             "decay": decay if self.decode_mode == "replace_lowest" else None,
             "gain": gain if self.decode_mode == "replace_lowest" else None,
         }
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+        return _jsonable(values)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SparseKVConfig":
@@ -217,6 +224,25 @@ class SparseKVConfig:
         return replace(self, **changes)
 
     # --- checks ---------------------------------------------------------------------------------------------------
+
+    def _take_plan(self) -> None:
+        """Read the plan, and let its layers and budgets be this configuration's."""
+        _check_choice("budget_shape", self.budget_shape, BUDGET_SHAPES, is_optional=False)
+        if self.plan is None and self.budget_shape == "calibrated":
+            raise ConfigError("budget_shape='calibrated' needs plan=, a file that hf-sparsekv plan --calibrate writes")
+        if self.plan is None:
+            return
+        if self.budget_shape != "calibrated":
+            raise ConfigError(f"plan={shown(self.plan)} has no effect with budget_shape={self.budget_shape!r}")
+        plan = BudgetPlan.load(self.plan)
+        taken = {"plan": plan, "full_layers": plan.full_layers, "budget": plan.window_budgets or DEFAULT_BUDGET}
+        free = {"full_layers": None, "budget": DEFAULT_BUDGET, "num_full_layers": None}
+        for name, default in free.items():
+            value = getattr(self, name)
+            if value not in (default, taken.get(name, default)):
+                raise ConfigError(f"{name}={shown(value)} has no effect with budget_shape='calibrated': the plan says")
+        for name, value in taken.items():
+            object.__setattr__(self, name, value)
 
     def _check_layers(self) -> None:
         if self.num_full_layers is not None and self.full_layers is not None:
@@ -243,17 +269,18 @@ class SparseKVConfig:
             )
 
     def _check_budget(self) -> None:
-        _check_choice("budget_shape", self.budget_shape, BUDGET_SHAPES, is_optional=False)
         if self.pyramid_beta is not None:
             if self.budget_shape != "pyramid":
-                raise ConfigError(f"pyramid_beta={shown(self.pyramid_beta)} has no effect with budget_shape='uniform'")
+                raise ConfigError(
+                    f"pyramid_beta={shown(self.pyramid_beta)} has no effect with budget_shape={self.budget_shape!r}"
+                )
             if not _is_number(self.pyramid_beta) or not 1 <= self.pyramid_beta <= float_info.max:
                 raise ConfigError(f"pyramid_beta must be a finite number >= 1: got {shown(self.pyramid_beta)}")
         budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
         if isinstance(self.budget, tuple):
             if not self.budget:
                 raise ConfigError("budget is an empty list: give one entry for each window layer")
-            if self.budget_shape != "uniform":
+            if self.budget_shape == "pyramid":
                 raise ConfigError(f"budget_shape={self.budget_shape!r} has no effect with a list of budgets")
         for budget in budgets:
             self._check_one_budget(budget)
@@ -321,6 +348,14 @@ def parse_json_object(text: str | bytes, what: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"not {what}: a JSON object is needed, got {type(values).__name__}")
     return values
+
+
+def _jsonable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists for tuples, and a plan's contents for a plan."""
+    return {
+        name: list(v) if isinstance(v, tuple) else v.to_dict() if isinstance(v, BudgetPlan) else v
+        for name, v in values.items()
+    }
 
 
 def _is_number(value: object) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any, Self
 
+from hf_sparsekv.budget_plan import BudgetPlan
 from hf_sparsekv.config import SparseKVConfig, parse_json_object
 from hf_sparsekv.errors import ConfigError, shown
 from hf_sparsekv.scorers.checks import MAX_COUNT, check_flag, check_int
@@ -102,12 +103,14 @@ class LayerPlan:
         """Lay a configuration out over a model.
 
         Raises:
-            ConfigError: a layer index or a count beyond the model, a budget list of the wrong length, or something
-                else in the place of either argument.
+            ConfigError: a layer index or a count beyond the model, a budget list of the wrong length, a plan of another
+                model, or something else in the place of either argument.
         """
         for name, value, kind in (("config", config, SparseKVConfig), ("shape", shape, ModelShape)):
             if not isinstance(value, kind):
                 raise ConfigError(f"{name} must be a {kind.__name__}: got {shown(value)}")
+        if isinstance(config.plan, BudgetPlan):
+            config.plan.check_shape(**asdict(shape))
         full = _full_layers(config, shape.num_layers)
         windows = [i for i in range(shape.num_layers) if i not in full]
         budgets = dict(zip(windows, _window_budgets(config, len(windows)), strict=True))
