@@ -8,7 +8,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test test-all lint format ci eval eval-smoke clean
+.PHONY: setup demo test test-all notebooks docs lint format ci eval eval-smoke clean
 
 setup: $(STAMP)
 
@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, $(PYTHON) is %d.%d: make PYTHON=..." % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,notebooks]'
 	@rm -f $(VENV)/.ready-*
 	@touch $@
 
@@ -30,6 +30,16 @@ test: setup
 test-all: setup
 	$(BIN)/hf-sparsekv fetch --quiet
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2
+
+# Each is run and written as a page to look at; those in notebooks/ stay without outputs. In two steps, since cells whose
+# progress bars nobody wants to read are found before a run, not after it.
+NOTEBOOKS_OUT ?= build/notebooks
+notebooks: setup
+	$(BIN)/hf-sparsekv fetch --quiet
+	TOKENIZERS_PARALLELISM=false $(BIN)/python -m nbconvert --to notebook --execute --output-dir $(NOTEBOOKS_OUT) \
+	  --ExecutePreprocessor.timeout=600 notebooks/*.ipynb
+	$(BIN)/python -m nbconvert --to html --TagRemovePreprocessor.enabled=True \
+	  --TagRemovePreprocessor.remove_all_outputs_tags=quiet $(NOTEBOOKS_OUT)/*.ipynb
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -60,6 +70,11 @@ eval-smoke: setup
 	$(BIN)/hf-sparsekv eval --tasks needle,document_qa,perplexity --lengths 512 --limit 2 --essay pydoc \
 	  --method random,snapkv,hybrid --compression 4 --out .cache/eval_smoke.jsonl --json .cache/eval_smoke.json
 	$(BIN)/python -m evals.tables --check
+
+# The site, in .cache/site; a broken link or reference fails. Nothing is loaded from elsewhere.
+docs: setup
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 ci: lint test
 

@@ -77,7 +77,7 @@ def draw(reports: list[dict[str, Any]], part: str, output: Path) -> None:
         raise PlotError('plots need matplotlib: pip install "hf-sparsekv[notebooks]"') from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import ScalarFormatter
+    from matplotlib.ticker import LogLocator, ScalarFormatter
 
     lines = lines_of(reports, part)
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
@@ -94,6 +94,7 @@ def draw(reports: list[dict[str, Any]], part: str, output: Path) -> None:
     axes[0].set_ylim(bottom=0)
     axes[1].set_yscale("log")
     axes[1].yaxis.set_major_formatter("{x:g}")
+    axes[1].yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))  # the others' numbers would touch
     axes[1].yaxis.set_minor_formatter("{x:.2g}")
     axes[0].legend(fontsize="small")
     figure.suptitle(title_of(reports[0]), fontsize="medium")

@@ -1,4 +1,4 @@
-"""Pictures of what `hf_sparsekv.profile` measures: one function a picture, each returns a matplotlib Figure.
+"""Pictures of what `hf_sparsekv.profile` measures or sees: one function a picture, each returns a matplotlib Figure.
 
 `figure.savefig("x.png")` writes one. Nothing global is touched, and pyplot stays out. matplotlib comes with the extra
 `plots`.
@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_sparsekv.errors import ConfigError, InputError
+from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.plan import LayerPlan
 from hf_sparsekv.profile.activations import MAX_CELLS, Surface
+from hf_sparsekv.profile.engine_blocks import EngineBlocks
 from hf_sparsekv.profile.result import Profile
 from hf_sparsekv.profile.selection import Selection
 
@@ -30,6 +31,8 @@ LINE_CHARACTERS = 110
 MAX_COLUMNS = 1024
 _FIRST_OF_A_WORD = "\u2581\u0120"
 """How tokenizers write a blank before a token."""
+_LINE_END = "\u010a"
+"""How byte-level tokenizers write a line's end."""
 
 
 def activation_surface(surface: Surface) -> "Figure":
@@ -48,7 +51,7 @@ def activation_surface(surface: Surface) -> "Figure":
         *grid, magnitude, rcount=MAX_CELLS, ccount=MAX_CELLS, cmap=COLOURS, linewidth=0, antialiased=False
     )
     axis.set_xlabel("channel")
-    axis.set_ylabel("token position")
+    axis.set_ylabel("token position", labelpad=10)
     axis.set_zlabel("magnitude", labelpad=14)
     axis.tick_params(axis="z", pad=7)
     axis.set_box_aspect(None, zoom=0.95)
@@ -177,6 +180,33 @@ def layer_errors(profile: Profile) -> "Figure":
     return figure
 
 
+def layer_magnitudes(profile: Profile) -> "Figure":
+    """The largest and the median entry of the residual stream, and where rows look, by layer.
+
+    Args:
+        profile: of `hf_sparsekv.profile.measure`.
+    """
+    layers = profile.layers
+    figure = _figure(9.0, 6.0)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    upper.plot([layer.peaks[0].magnitude for layer in layers], marker=".", label="largest")
+    upper.plot([layer.median_magnitude for layer in layers], marker=".", label="median")
+    upper.set_yscale("log")
+    upper.set_ylabel("residual stream, magnitude")
+    near = f"last {profile.local_window} tokens"
+    for label, name in ((f"first {profile.config.num_sink_tokens} tokens", "sink_mass"), (near, "local_mass")):
+        means = [sum(getattr(head, name) for head in layer.heads) / len(layer.heads) for layer in layers]
+        lower.plot(means, marker=".", label=label)
+    lower.set_xlabel("layer")
+    lower.set_ylabel("softmax weight, mean over heads")
+    lower.set(xlim=(-0.5, len(layers) - 0.5), ylim=(0, 1))
+    _whole_numbers(lower.xaxis)
+    for axis in (upper, lower):
+        axis.grid(alpha=0.3)
+        axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
 def layer_budgets(plans: dict[str, LayerPlan], length: int) -> "Figure":
     """What each layer keeps under several plans.
 
@@ -196,6 +226,108 @@ def layer_budgets(plans: dict[str, LayerPlan], length: int) -> "Figure":
     axis.grid(alpha=0.3)
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
+
+
+def pool_over_time(looks: Sequence[EngineBlocks]) -> "Figure":
+    """Who holds each block of an engine's pool, step by step.
+
+    Args:
+        looks: of `hf_sparsekv.profile.engine_blocks`, one a step, all of one engine.
+    """
+    from matplotlib import colormaps
+    from matplotlib.colors import BoundaryNorm, ListedColormap
+    from matplotlib.patches import Patch
+
+    names = list(dict.fromkeys(name for look in looks for name in look.requests))
+    owner_BN = np.full((_num_blocks(looks), len(looks)), -1)
+    for step, look in enumerate(looks):
+        for name, request in look.requests.items():
+            for table in (*request.tables, *request.staging):
+                owner_BN[list(table), step] = names.index(name)
+    colours: list[Any] = ["whitesmoke", *(colormaps["tab10"](i % 10) for i in range(len(names)))]
+    figure = _figure(10.0, 5.0)
+    axis = figure.subplots()
+    norm = BoundaryNorm(np.arange(-1.5, len(names)), len(colours))
+    axis.imshow(owner_BN, aspect="auto", cmap=ListedColormap(colours), norm=norm, interpolation="nearest")
+    axis.set(xlabel="engine step", ylabel="block of the pool")
+    _whole_numbers(axis.xaxis)
+    entries = [Patch(facecolor=c, edgecolor="grey", label=n) for c, n in zip(colours, ["free", *names], strict=True)]
+    axis.legend(handles=entries, title="held by", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def layer_blocks(looks: Sequence[EngineBlocks], request_id: str) -> "Figure":
+    """How many blocks each layer has for one request, step by step.
+
+    Args:
+        looks: of `hf_sparsekv.profile.engine_blocks`, one a step.
+        request_id: of a request that held blocks in one of them.
+    Raises:
+        InputError: no such request.
+    """
+    counts = {i: look.requests[request_id].blocks_of_layers for i, look in _with_request(looks, request_id)}
+    count_LN, extent = _by_step(counts)
+    figure = _figure(9.0, 4.5)
+    axis = figure.subplots()
+    picture = axis.imshow(count_LN, aspect="auto", cmap=COLOURS, vmin=0, extent=extent, interpolation="nearest")
+    axis.set(xlabel="engine step", ylabel="layer", title=f"request {request_id}")
+    _whole_numbers(axis.xaxis)
+    _whole_numbers(axis.yaxis)
+    figure.colorbar(picture, ax=axis, label="blocks of the layer")
+    return figure
+
+
+def stored_over_time(looks: Sequence[EngineBlocks], request_id: str, layer_idx: int) -> "Figure":
+    """Which tokens one layer holds of a request that decodes: a line that ends is a token that was evicted.
+
+    Args:
+        looks: of `hf_sparsekv.profile.engine_blocks`, one a step.
+        request_id: of a request that decoded in one of them.
+        layer_idx: a layer whose positions are known.
+    Raises:
+        InputError: no such request, or its positions are not known there.
+    """
+    found = {}
+    for step, look in _with_request(looks, request_id):
+        positions = look.requests[request_id].positions
+        held = None if positions is None else positions[layer_idx]
+        if held is not None:
+            found[step] = held.flatten().bincount().numpy() / len(held)
+    if not found:
+        raise InputError(f"layer {layer_idx} shows no positions of request {request_id!r}: see `RequestBlocks`")
+    share_NT, extent = _by_step(found)
+    figure = _figure(9.0, 6.0)
+    axis = figure.subplots()
+    picture = axis.imshow(share_NT, aspect="auto", cmap=COLOURS, vmin=0, vmax=1, extent=extent, interpolation="nearest")
+    axis.set(xlabel="engine step", ylabel="position, tokens", title=f"request {request_id}, layer {layer_idx}")
+    _whole_numbers(axis.xaxis)
+    _whole_numbers(axis.yaxis)
+    figure.colorbar(picture, ax=axis, label="share of KV heads that hold a position")
+    return figure
+
+
+def _num_blocks(looks: Sequence[EngineBlocks]) -> int:
+    if not looks:
+        raise InputError("no look at an engine: call engine_blocks(engine) after each step")
+    return looks[0].num_blocks
+
+
+def _with_request(looks: Sequence[EngineBlocks], request_id: str) -> list[tuple[int, EngineBlocks]]:
+    """The looks that show a request, numbered."""
+    found = [(i, look) for i, look in enumerate(looks) if request_id in look.requests]
+    if not found:
+        known = sorted({name for look in looks for name in look.requests})
+        raise InputError(f"no look shows request {shown(request_id)}: there are {shown(known)}")
+    return found
+
+
+def _by_step(columns: dict[int, Any]) -> tuple[Any, tuple[float, float, float, float]]:
+    """A column for each step from the first to the last, zeros where there is none, and the extent of the picture."""
+    first, last = min(columns), max(columns)
+    values = np.zeros((max(map(len, columns.values())), last - first + 1))
+    for step, column in columns.items():
+        values[: len(column), step - first] = column
+    return values, (first - 0.5, last + 0.5, len(values) - 0.5, -0.5)
 
 
 def _figure(width: float, height: float) -> "Figure":
@@ -223,8 +355,8 @@ def _columns(values_LN: Tensor) -> Tensor:
 
 def _readable(token: str) -> str:
     """A token's text on one line, as the tokenizer's vocabulary writes it or decoded."""
-    text = "".join(" " if c in _FIRST_OF_A_WORD else c for c in token)
-    return "".join(c if c.isprintable() else "\u00b7" for c in text.replace("\n", "\u21b5")) or "\u00b7"
+    text = "".join(" " if c in _FIRST_OF_A_WORD else "\u21b5" if c in ("\n", _LINE_END) else c for c in token)
+    return "".join(c if c.isprintable() else "\u00b7" for c in text) or "\u00b7"
 
 
 def _lines(tokens: list[str]) -> list[list[str]]:

@@ -17,6 +17,7 @@ the layers that look things up (`evals/results/budget_shapes_*.json`), which is 
 from hf_sparsekv.profile.activations import Surface, activation_surface
 from hf_sparsekv.profile.allocation import OBJECTIVES, allocate, check_target, make_plan, summed_error
 from hf_sparsekv.profile.attention import attention_pattern
+from hf_sparsekv.profile.engine_blocks import EngineBlocks, RequestBlocks, engine_blocks
 from hf_sparsekv.profile.measure import DEFAULT_HELD_OUT, ladder_of, measure
 from hf_sparsekv.profile.result import HeadProfile, LayerProfile, Peak, Profile
 from hf_sparsekv.profile.selection import Selection, prompt_selection
@@ -25,16 +26,19 @@ from hf_sparsekv.profile.texts import prompts_of, recall_texts
 __all__ = [
     "DEFAULT_HELD_OUT",
     "OBJECTIVES",
+    "EngineBlocks",
     "HeadProfile",
     "LayerProfile",
     "Peak",
     "Profile",
+    "RequestBlocks",
     "Selection",
     "Surface",
     "activation_surface",
     "allocate",
     "attention_pattern",
     "check_target",
+    "engine_blocks",
     "ladder_of",
     "make_plan",
     "measure",

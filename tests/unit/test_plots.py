@@ -52,14 +52,14 @@ def test_every_layer_has_its_pattern():
 
 
 def test_scores_stand_over_their_text():
-    tokens = [f"\u0120t{i}" for i in range(38)] + ["$a_b$", "x\n"]
+    tokens = [f"\u0120t{i}" for i in range(38)] + ["$a_b$", "x\n\u010a"]
     figure = plots.score_map(selection(), tokens, first=30)
     upper, lower = figure.axes[:2]
     assert (upper.get_xlabel(), upper.get_ylabel()) == ("position, tokens", "layer")
     ranks = upper.images[0].get_array()
     assert ranks.shape == (3, 10)
     assert ranks[0].tolist() == pytest.approx([i / 39 for i in range(30, 40)])
-    assert "".join(texts_of(lower)) == "".join(f" t{i}" for i in range(30, 38)) + "$a_b$x\u21b5"
+    assert "".join(texts_of(lower)) == "".join(f" t{i}" for i in range(30, 38)) + "$a_b$x\u21b5\u21b5"
     assert len(lower.patches) == 10
     figure.canvas.draw()  # a dollar is a dollar
 

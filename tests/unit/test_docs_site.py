@@ -1,0 +1,84 @@
+"""What the site's hook puts into pages."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_sparsekv.cli.app import COMMANDS, load_command
+from hf_sparsekv.scorers import build_scorer, scorer_names
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The hook, loaded as mkdocs does: by its path."""
+    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "tools" / "docs_site.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TEXT = "# A\n\n## One\n\nfirst\n\n```\n## no heading\n```\n\n### Below\n\nsecond\n\n## Two\n\nthird\n"
+
+
+def test_a_section_ends_at_the_next_heading_of_its_level(site):
+    found = site.section(TEXT, "One", "x.md")
+    assert found == "first\n\n```\n## no heading\n```\n\n### Below\n\nsecond"
+    assert site.section(TEXT, "Below", "x.md") == "second"
+    with pytest.raises(site.SiteError, match=r"x\.md has no heading 'Three'"):
+        site.section(TEXT, "Three", "x.md")
+
+
+@pytest.mark.parametrize(
+    ("link", "page", "moved"),
+    [
+        ("evals/results/a.png", "benchmarks/serving.md", "results/a.png"),
+        ("evals/results/a.png", "tutorial.md", "benchmarks/results/a.png"),
+        ("docs/concepts/limits.md#models", "benchmarks/index.md", "../concepts/limits.md#models"),
+        ("kernels/README.md#install", "concepts/limits.md", "../how-to/build-kernels.md#install"),
+        ("https://example.org/a", "tutorial.md", "https://example.org/a"),
+    ],
+)
+def test_links_follow_a_text_to_its_page(site, link, page, moved):
+    assert site.moved(f"see [this]({link}).", page) == f"see [this]({moved})."
+
+
+def test_every_option_of_every_command_is_on_the_page(site):
+    page = site.cli_page()
+    for name in COMMANDS:
+        part = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        for param in load_command(name).params:
+            for option in (o for o in (*param.opts, *param.secondary_opts) if o.startswith("--")):
+                assert option in part, f"{name} {option}"
+
+
+def test_tables_have_every_run(site):
+    report = json.loads((ROOT / "evals" / "results" / "serving_h200.json").read_text(encoding="utf-8"))
+    rows = site.serving_table(report).split("\n\n")[0].splitlines()[2:]
+    assert len(rows) == len(report["runs"])
+    for row, run in zip(rows, report["runs"], strict=True):
+        assert f"| {run['concurrency']} | {run['whole']['output_tokens_per_s']:,.0f} |" in row
+    dense = {run["concurrency"] for run in report["runs"] if run["engine"] == "dense"}
+    assert len(site.equal_table(report).splitlines()) == 2 + len(dense)
+
+
+def test_every_scorer_is_in_the_reference_and_in_the_table_to_choose_from(site):
+    reference, choice = site.scorers(3), (ROOT / "docs" / "how-to" / "choose-a-budget.md").read_text(encoding="utf-8")
+    table = choice.split("## Choose a scorer")[1].split("## ")[0]
+    for name in scorer_names():
+        assert f".{type(build_scorer(name, {})).__name__}\n" in reference
+        assert f"`{name}`" in table
+
+
+def test_a_marker_without_its_file_is_an_error(site):
+    with pytest.raises(site.SiteError, match=r"cannot read .*nothing"):
+        site.filled("<!-- serving:nothing -->", "tutorial.md")
+
+
+def test_every_marker_of_every_page_is_replaced(site):
+    for path in sorted((ROOT / "docs").glob("**/*.md")):
+        page = path.relative_to(ROOT / "docs").as_posix()
+        assert not site._MARKER.search(site.filled(path.read_text(encoding="utf-8"), page)), page

@@ -1,0 +1,279 @@
+"""What the documentation site says that no page types: the command line, tables of results, parts of other documents.
+
+`mkdocs.yml` names this file as a hook. Pages ask for the rest with comments, which GitHub does not show:
+
+    <!-- section:kernels/README.md#Build -->      what stands under that heading
+    <!-- serving:serving_h200 -->                 a table of `evals/results/serving_h200.json`
+    <!-- equal:serving_h200 -->                   its engines side by side at an equal batch
+    <!-- shapes:budget_shapes_needle -->          likewise, of a comparison of budget shapes
+    <!-- notebooks:notebooks -->                  the notebooks of a folder, each with its first paragraph
+    <!-- scorers:3 -->                            the reference of every registered scorer, under headings of that level
+
+Accuracy tables are not made here: `python -m evals.tables` writes them into the pages.
+"""
+
+import inspect
+import json
+import posixpath
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_sparsekv.cli.app import COMMANDS, load_command
+from hf_sparsekv.scorers import build_scorer, scorer_names
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "evals" / "results"
+SITE_RESULTS = "benchmarks/results/"
+"""Where the site has the files of `RESULTS`."""
+CLI_PAGE = "reference/cli.md"
+SHOWN_RESULTS = (".json", ".png", ".svg")
+
+_MARKER = re.compile(r"<!-- (?P<kind>section|serving|equal|shapes|notebooks|scorers):(?P<argument>.+?) -->")
+_LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+_PLACES = (("evals/results/", SITE_RESULTS), ("kernels/README.md", "how-to/build-kernels.md"), ("docs/", ""))
+"""Links of documents at the repository's root, as the site has their targets."""
+
+
+class SiteError(Exception):
+    """A page asks for something that is not there."""
+
+
+# --- what mkdocs calls --------------------------------------------------------------------------------------------
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the page of the command line, and the files of results that pages show or link to."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, CLI_PAGE, content=cli_page()))
+    for path in sorted(RESULTS.iterdir()):
+        if path.suffix in SHOWN_RESULTS:
+            files.append(File.generated(config, SITE_RESULTS + path.name, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Put what belongs there in the place of a page's markers."""
+    return filled(markdown, page.file.src_uri)
+
+
+# --- markers ------------------------------------------------------------------------------------------------------
+
+
+def filled(markdown: str, page: str) -> str:
+    """A page with its markers replaced.
+
+    Args:
+        markdown: its text.
+        page: its path below docs/, to which links are made relative.
+    Raises:
+        SiteError: a marker names a file or a heading that is not there.
+    """
+
+    def made(marker: re.Match[str]) -> str:
+        kind, argument = marker["kind"], marker["argument"]
+        if kind == "section":
+            name, _, heading = argument.partition("#")
+            return moved(section(_read(ROOT / name), heading, name), page)
+        if kind == "notebooks":
+            return notebooks(ROOT / argument)
+        if kind == "scorers":
+            return scorers(int(argument))
+        report = json.loads(_read(RESULTS / f"{argument}.json"))
+        return _TABLES[kind](report)
+
+    return _MARKER.sub(made, markdown)
+
+
+def section(text: str, heading: str, name: str) -> str:
+    """What stands under a heading of a Markdown document, up to the next one of its level or above.
+
+    Raises:
+        SiteError: there is no such heading.
+    """
+    lines, found, is_code = text.splitlines(), [], False
+    level = 0
+    for line in lines:
+        is_code ^= line.startswith("```")
+        mark = None if is_code else re.match(r"(#+) (.*)", line)
+        if level and mark and len(mark[1]) <= level:
+            break
+        if level:
+            found.append(line)
+        elif mark and mark[2] == heading:
+            level = len(mark[1])
+    if not level:
+        raise SiteError(f"{name} has no heading {heading!r}")
+    return "\n".join(found).strip()
+
+
+def moved(text: str, page: str) -> str:
+    """A text from the repository's root with its links as they must be on a page."""
+
+    def link(found: re.Match[str]) -> str:
+        target = found["target"]
+        for prefix, place in _PLACES:
+            if target.startswith(prefix):
+                path, hash_, anchor = (place + target.removeprefix(prefix)).partition("#")
+                return f"]({posixpath.relpath(path, posixpath.dirname(page) or '.')}{hash_}{anchor})"
+        return found[0]
+
+    return _LINK.sub(link, text)
+
+
+def notebooks(folder: Path) -> str:
+    """Markdown: each notebook's file, with the title and the paragraph that it opens with.
+
+    Raises:
+        SiteError: there is none, or one that does not open so.
+    """
+    parts = []
+    for path in sorted(folder.glob("*.ipynb")):
+        opening = "".join(json.loads(_read(path))["cells"][0]["source"])
+        found = re.match(r"# (?:\d+\. )?(?P<title>.+)\n\n(?P<text>(?:.+\n?)+)", opening)
+        if found is None:
+            raise SiteError(f"{path} does not open with a title and a paragraph")
+        parts.append(f"**{found['title']}** (`{folder.name}/{path.name}`)\n\n{found['text'].strip()}")
+    if not parts:
+        raise SiteError(f"no notebook in {folder}")
+    return "\n\n".join(parts)
+
+
+def scorers(level: int) -> str:
+    """What mkdocstrings makes the reference of each registered scorer of."""
+    classes = [type(build_scorer(name, {})) for name in scorer_names()]
+    options = f'    options: {{heading_level: {level}, filters: ["!^_", "!^score$"]}}'
+    return "\n\n".join(f"::: {of.__module__}.{of.__name__}\n{options}" for of in classes)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SiteError(f"cannot read {path}: {error}") from error
+
+
+# --- the command line ---------------------------------------------------------------------------------------------
+
+
+def cli_page() -> str:
+    """Markdown: every subcommand with its options, from the program itself."""
+    parts = [
+        "# Command line",
+        "Made from the program. `hf-sparsekv COMMAND --help` says the same in a terminal. A mistake ends in one line "
+        "on standard error and exit code 2.",
+    ]
+    for name in COMMANDS:
+        command = load_command(name)
+        context = command.make_context(f"hf-sparsekv {name}", [], resilient_parsing=True)
+        parts += [f"## {name}", "```\n" + _usage(command, context) + "\n```", inspect.cleandoc(command.help or "")]
+        panels: dict[str, list[Sequence[str]]] = {}
+        for param in command.params:
+            record = param.get_help_record(context)
+            if record:
+                panel = getattr(param, "rich_help_panel", None) or "Options"
+                panels.setdefault(panel, []).append((f"`{record[0].strip()}`", " ".join(record[1].split())))
+        for panel, rows in panels.items():
+            parts += [f"**{panel}**", _markdown((panel.lower(), "meaning"), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _usage(command: Any, context: Any) -> str:
+    return " ".join(["hf-sparsekv", command.name, *command.collect_usage_pieces(context)])
+
+
+# --- results ------------------------------------------------------------------------------------------------------
+
+
+def serving_table(report: Mapping[str, Any]) -> str:
+    """Markdown: every run of `hf-sparsekv bench --json`."""
+    heads = ["engine", "cache memory", "c", "output tokens/s", "prompt tokens/s", "TTFT p50 / p99, s"]
+    heads += ["between tokens p50 / p99, ms", "cache of a request", "preempted"]
+    rows = []
+    for run in report["runs"]:
+        memory = run["kv_memory_bytes"]
+        rows.append(
+            (
+                run["engine"],
+                f"{run['memory_fraction']:.0%} of the card" if memory is None else f"{memory / 2**30:g} GiB",
+                str(run["concurrency"]),
+                f"{run['whole']['output_tokens_per_s']:,.0f}",
+                f"{run['whole']['prompt_tokens_per_s']:,.0f}",
+                _pair(run["ttft_s"], 1, 2),
+                _pair(run["itl_s"], 1000, 1),
+                f"{run['cache']['bytes_per_request']:,.0f} bytes, {run['cache']['ratio']:.1%} of dense",
+                str(run["num_preemptions"]),
+            )
+        )
+    origin = f"{report['device']['name']}, {report['model']['name']}, {report['model']['dtype']}"
+    versions = f"torch {report['versions']['torch']}, transformers {report['versions']['transformers']}"
+    made = f"{origin}, {report['date'][:10]}, commit {report['commit']}, {versions}."
+    return f"{_markdown(heads, rows)}\n{made}\n\n```\n{report['command']}\n```\n"
+
+
+def equal_table(report: Mapping[str, Any]) -> str:
+    """Markdown: output tokens/s of the engines at the same concurrency, where the same memory was measured for all."""
+    found: dict[tuple[int | None, int], dict[str, float]] = {}
+    for run in report["runs"]:
+        case = found.setdefault((run["kv_memory_bytes"], run["concurrency"]), {})
+        case[run["engine"]] = run["whole"]["output_tokens_per_s"]
+    engines = sorted({run["engine"] for run in report["runs"]})
+    complete = {c: case for (_, c), case in found.items() if len(case) == len(engines)}
+    rows = [(str(c), *(f"{complete[c][engine]:,.0f}" for engine in engines)) for c in sorted(complete)]
+    return _markdown(("c", *(f"{engine}, tokens/s" for engine in engines)), rows)
+
+
+def shapes_table(report: Mapping[str, Any]) -> str:
+    """Markdown: the rows of `python -m evals.budget_shapes --json`, one for each profile, ratio and layout."""
+    is_accuracy = any("accuracy" in row for row in report["rows"])
+    figure, difference = ("accuracy", "difference_to_uniform")
+    if not is_accuracy:
+        figure, difference = ("perplexity", "nll_difference_to_uniform")
+    heads = ("protocol", "profile", "compression", "layout", figure, difference.replace("_", " "), "n")
+    rows = [
+        (
+            row["mode"],
+            _profile(report, row),
+            f"{row['compression']}x" if "compression" in row else "-",
+            row["layout"],
+            _interval(row[figure], ""),
+            _interval(row.get(difference), "+"),
+            str(row["num_samples"]),
+        )
+        for row in report["rows"]
+    ]
+    note = f"\n\n{report['note']}" if report.get("note") else ""
+    return f"{_markdown(heads, rows)}\n```\n{report['command']}\n```{note}\n"
+
+
+def _profile(report: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    if "profile" not in row:
+        return "-"
+    scorer = report["profiles"][row["profile"]]["config"]["scorer"]
+    return f"{row['profile']} ({scorer if isinstance(scorer, str) else scorer['name']})"
+
+
+def _pair(found: Mapping[str, float | None] | None, factor: float, digits: int) -> str:
+    if not found or found["p50"] is None or found["p99"] is None:
+        return "-"
+    return f"{found['p50'] * factor:,.{digits}f} / {found['p99'] * factor:,.{digits}f}"
+
+
+def _interval(found: Mapping[str, float] | None, sign: str) -> str:
+    if found is None:
+        return "-"
+    return f"{found['value']:{sign}.3f} [{found['low']:{sign}.3f}, {found['high']:{sign}.3f}]"
+
+
+def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+_TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "serving": serving_table,
+    "equal": equal_table,
+    "shapes": shapes_table,
+}
