@@ -31,6 +31,11 @@ class BlockPool:
         """Blocks that `allocate` can hand out now."""
         return len(self._free)
 
+    @property
+    def num_cached(self) -> int:
+        """Blocks that hold a remembered prefix: none in this pool, see `PrefixCache`."""
+        return 0
+
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, all or none, in O(count).
 
@@ -56,6 +61,10 @@ class BlockPool:
         Raises:
             PoolError: one is not of this pool, free already, or named twice; nothing is given back.
         """
+        self._check_held(blocks)
+        self._give_back(blocks)
+
+    def _check_held(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             if not NULL_BLOCK < block < self.num_blocks:
                 raise PoolError(f"block {block} is not of this pool: its blocks are 1 to {self.num_usable}")
@@ -64,6 +73,8 @@ class BlockPool:
         if len(set(blocks)) != len(blocks):
             twice = next(block for block in blocks if blocks.count(block) > 1)
             raise PoolError(f"block {twice} is named twice in one call: free a block once")
+
+    def _give_back(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             self._is_free[block] = 1
         self._free.extend(reversed(blocks))

@@ -30,6 +30,9 @@ class EngineConfig:
     reserve_output_tokens: int = 512
     """A request is admitted only when every running one could still grow by as many tokens: fewer means more requests
     at once, and more of them preempted and computed again."""
+    prefix_caching: bool = True
+    """Keep keys and values of prompts in blocks that are free otherwise, and begin requests with what is known of their
+    prompts: see the README."""
     max_model_len: int | None = None
     """Longest request, prompt and output; None = what the model was made for, or what the memory holds if less."""
     compile: bool | None = None
@@ -62,6 +65,8 @@ class EngineConfig:
         for name in ("compile", "cuda_graphs"):
             if getattr(self, name) not in (None, True, False):
                 raise ConfigError(f"{name} must be True, False or None: got {getattr(self, name)!r}")
+        if not isinstance(self.prefix_caching, bool):
+            raise ConfigError(f"prefix_caching must be True or False: got {self.prefix_caching!r}")
 
     @property
     def chunk_limit(self) -> int:

@@ -41,7 +41,7 @@ def clock():
 
 @pytest.fixture
 def metrics(clock):
-    pool = SimpleNamespace(num_free=7, num_usable=9)
+    pool = SimpleNamespace(num_free=7, num_usable=9, num_cached=0)
     return EngineMetrics(SimpleNamespace(num_running=2, num_waiting=3, pool=pool), clock=lambda: clock.now)
 
 
