@@ -12,6 +12,8 @@ def runs_table(report: dict[str, Any]) -> Table:
         f"{model['name']} ({model['dtype']}, {model['weights']} weights) on {report['device']['name']}: "
         f"{load['input_len']} tokens in, {load['output_len']} out"
     )
+    if load.get("shared_prefix_len"):
+        title += f", {load['shared_prefix_len']} of the tokens in shared"
     has_busy = any(run.get("gpu_busy") for run in report["runs"])
     table = Table(
         title=title, caption="tokens/s over the whole run and over its steady part; cache against a dense one"
@@ -22,9 +24,11 @@ def runs_table(report: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
     for run in report["runs"]:
         if "error" in run:
-            table.add_row(run["engine"], _memory(run), str(run["concurrency"]), "[red]failed[/]")
+            table.add_row(_engine(run, load), _memory(run), str(run["concurrency"]), "[red]failed[/]")
         else:
-            table.add_row(*_cells(run), *[_share((run.get("gpu_busy") or {}).get("share"))] * has_busy)
+            table.add_row(
+                _engine(run, load), *_cells(run), *[_share((run.get("gpu_busy") or {}).get("share"))] * has_busy
+            )
     return table
 
 
@@ -39,7 +43,6 @@ def size_text(size: float) -> str:
 def _cells(run: dict[str, Any]) -> list[str]:
     whole, steady = run["whole"], run["steady"]
     return [
-        run["engine"],
         _memory(run),
         str(run["concurrency"]),
         f"{whole['output_tokens_per_s']:,.0f}",
@@ -52,6 +55,13 @@ def _cells(run: dict[str, Any]) -> list[str]:
         "-" if run["num_preemptions"] is None else str(run["num_preemptions"]),
         _share(run["memory"]["budget_share"]),
     ]
+
+
+def _engine(run: dict[str, Any], load: dict[str, Any]) -> str:
+    caching = run.get("prefix_caching")
+    if not load.get("shared_prefix_len") or caching is None:
+        return str(run["engine"])
+    return f"{run['engine']}, {'prefix cache' if caching else 'no prefix cache'}"
 
 
 def _memory(run: dict[str, Any]) -> str:

@@ -99,7 +99,7 @@ def test_questions_about_one_document_give_what_they_give_without_a_cache(model,
     scored = 1 if name in ("dense", "keydiff") else WINDOW
     hits = [0, 40, 40, (41 - scored) // SIZE * SIZE, 40]
     # A layer that keeps a prompt of several chunks whole has no second place for it, to be left to others.
-    is_left = chunk is None or "fits" not in name and name != "mixed"
+    is_left = chunk is None or ("fits" not in name and name != "mixed")
     assert [output.cached_tokens for output in outputs] == (hits if is_left else [0] * 5)
 
 
