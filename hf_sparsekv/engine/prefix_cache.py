@@ -12,11 +12,14 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from hf_sparsekv.engine.block_pool import BlockPool
-from hf_sparsekv.errors import PoolError
+from hf_sparsekv.engine.block_pool import NULL_BLOCK, BlockPool
 
 _ROOT = 0
 """The number of what comes before the first block."""
+
+_CACHED, _HELD = 1, 2
+"""A block's state is the sum of one for the cache and two for each request that holds it; 0 = free. One list and plain
+loops: a prompt's blocks pass through here by the thousand, while the device waits for the host or nearly so."""
 
 _Key = tuple[int, tuple[int, ...]]
 """The number of the entry before, and the tokens: numbers are never used again, so equal keys are equal prefixes."""
@@ -48,12 +51,12 @@ class PrefixCache(BlockPool):
         self.block_size = block_size
         self.num_evicted = 0
         """Entries that had to go since the beginning."""
-        self._holders = [0] * num_blocks
-        self._is_cached = bytearray(num_blocks)
+        self._state = [0] * num_blocks
         self._num_idle = 0
         """Blocks that nobody but the cache holds."""
         # From the least to the most recently used; an entry is always before the one that it continues.
-        self._entries: OrderedDict[_Key, CachedBlock] = OrderedDict()
+        # Numbers and blocks in plain tuples of numbers, which Python's garbage collector need not look through.
+        self._entries: OrderedDict[_Key, tuple[int, tuple[int, ...]]] = OrderedDict()
         self._last_number = _ROOT
 
     @property
@@ -64,7 +67,7 @@ class PrefixCache(BlockPool):
     @property
     def num_cached(self) -> int:
         """Blocks that hold a remembered prefix, in use or not."""
-        return self._is_cached.count(1)
+        return sum(state & _CACHED for state in self._state)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, all or none; entries go where fewer are free.
@@ -72,33 +75,36 @@ class PrefixCache(BlockPool):
         Raises:
             PoolError: more than `num_free`; nothing is taken, and no entry goes.
         """
-        if count <= self.num_free:
-            while len(self._free) < count:
-                self._evict()
-        taken = super().allocate(count)
+        self._check_count(count)
+        while len(self._free) < count:
+            self._evict()
+        taken, state = self._take(count), self._state
         for block in taken:
-            self._holders[block] = 1
+            state[block] = _HELD
         return taken
 
     def free(self, blocks: Sequence[int]) -> None:
         """Let go of blocks, one holder of each, all or none.
 
         Raises:
-            PoolError: one is not of this pool, nobody's or the cache's alone, or named twice; nothing changes.
+            PoolError: one is not of this pool, free already (so are those that only the cache holds), or named twice;
+                nothing changes.
         """
-        self._check_held(blocks)
-        holders, is_cached = self._holders, self._is_cached
-        for block in blocks:
-            if is_cached[block] and holders[block] == 1:
-                raise PoolError(f"block {block} is free already, only the cache holds it: free a block once")
+        state = self._state
+        is_known = not blocks or (min(blocks) > NULL_BLOCK and max(blocks) < self.num_blocks)
+        if not is_known or len(set(blocks)) != len(blocks) or any(state[block] < _HELD for block in blocks):
+            self._check_blocks(blocks)  # says what is wrong
         unheld = []
         for block in blocks:
-            holders[block] -= 1
-            if holders[block] == 0:
+            left = state[block] = state[block] - _HELD
+            if left == 0:
                 unheld.append(block)
-            elif holders[block] == 1 and is_cached[block]:
+            elif left == _CACHED:
                 self._num_idle += 1
-        self._give_back(unheld)
+        self._free.extend(reversed(unheld))
+
+    def _is_free_now(self, block: int) -> bool:
+        return self._state[block] < _HELD
 
     # --- prefixes -------------------------------------------------------------------------------------------------
 
@@ -107,16 +113,17 @@ class PrefixCache(BlockPool):
         found: list[CachedBlock] = []
         number = _ROOT
         for piece in self._pieces(tokens, most):
-            entry = self._entries.get((number, piece))
+            key = (number, piece)
+            entry = self._entries.get(key)
             if entry is None:
                 break
-            found.append(entry)
-            number = entry.number
+            number = entry[0]
+            found.append(CachedBlock(key, *entry))
         return found
 
     def num_held(self, blocks: Sequence[int]) -> int:
         """How many of these cached blocks somebody else than the cache holds too: sharing them takes nothing."""
-        return len(blocks) - list(map(self._holders.__getitem__, blocks)).count(1)
+        return len(blocks) - list(map(self._state.__getitem__, blocks)).count(_CACHED)
 
     def share(self, prefix: Sequence[CachedBlock], blocks: Sequence[int]) -> None:
         """Become one more holder of blocks, and mark the entries as used.
@@ -125,12 +132,12 @@ class PrefixCache(BlockPool):
             prefix: as `find` gave it, with no `allocate` in between.
             blocks: of these entries; to be given to `free` like those that were allocated.
         """
-        holders = self._holders
+        state = self._state
         for block in blocks:
-            assert self._is_cached[block], "what is shared is in the cache"
-            if holders[block] == 1:
+            assert state[block] & _CACHED, "what is shared is in the cache"
+            if state[block] == _CACHED:
                 self._num_idle -= 1
-            holders[block] += 1
+            state[block] += _HELD
         self._touch([entry.key for entry in prefix])
 
     def insert(self, tokens: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
@@ -142,14 +149,17 @@ class PrefixCache(BlockPool):
                 that are full.
         """
         keys: list[_Key] = []
-        number = _ROOT
-        for index, piece in enumerate(self._pieces(tokens, len(tokens))):
+        number, state = _ROOT, self._state
+        for piece, blocks in zip(self._pieces(tokens, len(tokens)), zip(*tables, strict=False), strict=False):
             key = (number, piece)
             entry = self._entries.get(key)
             if entry is None:
-                entry = self._remember(key, tuple([table[index] for table in tables]))
+                for block in blocks:
+                    state[block] += _CACHED
+                self._last_number += 1
+                entry = self._entries[key] = (self._last_number, blocks)
             keys.append(key)
-            number = entry.number
+            number = entry[0]
         self._touch(keys)
 
     def clear(self) -> None:
@@ -157,30 +167,20 @@ class PrefixCache(BlockPool):
         while self._entries:
             self._evict()
 
-    def _remember(self, key: _Key, blocks: tuple[int, ...]) -> CachedBlock:
-        for block in blocks:
-            assert self._holders[block] > 0 and not self._is_cached[block], "a held block enters the cache once"
-            self._holders[block] += 1
-            self._is_cached[block] = 1
-        self._last_number += 1
-        entry = self._entries[key] = CachedBlock(key, self._last_number, blocks)
-        return entry
-
     def _touch(self, keys: Sequence[_Key]) -> None:
         for key in reversed(keys):  # the first block last: it is needed by all others
             self._entries.move_to_end(key)
 
     def _evict(self) -> None:
-        entry = self._entries.popitem(last=False)[1]
+        _, (_, blocks) = self._entries.popitem(last=False)
         self.num_evicted += 1
-        unheld = []
-        for block in entry.blocks:
-            self._is_cached[block] = 0
-            self._holders[block] -= 1
-            if self._holders[block] == 0:
-                self._num_idle -= 1
+        state, unheld = self._state, []
+        for block in blocks:
+            left = state[block] = state[block] - _CACHED
+            if left == 0:
                 unheld.append(block)
-        self._give_back(unheld)
+        self._num_idle -= len(unheld)
+        self._free.extend(unheld)
 
     def _pieces(self, tokens: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
         size = self.block_size

@@ -124,11 +124,12 @@ class RequestTables:
         Raises:
             PoolError: fewer than `missing_to_store()` blocks are free; nothing is taken.
         """
-        free = iter(pool.allocate(self.missing_to_store()))
         count = blocks_for(self.prompt_length, self.block_size)
+        free, first = pool.allocate(self.missing_to_store()), 0
         for layer in self.window_layers:
             if not self.staging[layer]:
-                self.staging[layer].extend(next(free) for _ in range(count))
+                self.staging[layer] = free[first : first + count]
+                first += count
 
     def in_order(self) -> list[list[int]] | None:
         """Per layer the blocks that hold all tokens in order; None if a window layer has no such blocks."""

@@ -66,7 +66,7 @@ def assert_nothing_left(engine):
     assert not engine._builder._tails
     engine.forget_prefixes()
     assert len(engine._blocks._free) == engine._blocks.num_usable
-    assert not any(engine._blocks._holders)
+    assert not any(engine._blocks._state)
 
 
 CONFIGS = {
