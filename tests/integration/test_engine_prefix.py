@@ -223,6 +223,24 @@ def test_a_request_that_is_aborted_while_it_shares_takes_nothing_from_the_others
         assert all(outputs[name].cached_tokens == 60 for name in names[1::2])
 
 
+@pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_a_forward_pass_that_failed_leaves_no_prefix(model, config, monkeypatch):
+    prompt = tokens_of(40, 0)
+
+    def fail(*_, **__):
+        raise RuntimeError("out of memory")
+
+    with skv.Engine(model, config, CACHING) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner, "run", fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                engine.generate([prompt], GREEDY)
+        again = one_by_one(engine, [prompt, prompt])
+        assert_nothing_left(engine)
+    assert [output.cached_tokens > 0 for output in again] == [False, True]
+    assert [output.token_ids for output in again] == without_cache(model, config, [prompt] * 2)
+
+
 def test_what_the_memory_held_before_does_not_matter(model):
     prompts = [tokens_of(40, 0) + tokens_of(9, seed) for seed in range(3)]
     with skv.Engine(model, SPARSE, CACHING) as engine:
