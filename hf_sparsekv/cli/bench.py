@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_sparsekv.bench.cases import BenchPlan, describe, run_cases
 from hf_sparsekv.bench.shapes import SHAPES, dummy_model, shape_config
+from hf_sparsekv.bench.sharing import gain_text, gains
 from hf_sparsekv.bench.workload import Finished
 from hf_sparsekv.cli.bench_options import (
     ConcurrencyOption,
@@ -28,10 +29,13 @@ from hf_sparsekv.cli.bench_options import (
     ModelOption,
     NoCompileOption,
     NoCudaGraphsOption,
+    NoPrefixCachingOption,
+    NumQuestionsOption,
     NumRequestsOption,
     OutputLenOption,
     ProfileStepsOption,
     SeedOption,
+    SharedPrefixLenOption,
     WarmupOption,
     check_writable,
     engine_config,
@@ -68,12 +72,15 @@ def bench(
     output_len: OutputLenOption = 500,
     concurrency: ConcurrencyOption = "10",
     num_requests: NumRequestsOption = None,
+    shared_prefix_len: SharedPrefixLenOption = 0,
+    num_questions: NumQuestionsOption = None,
     warmup: WarmupOption = None,
     seed: SeedOption = 0,
     kv_memory: KvMemoriesOption = "none",
     memory_fraction: MemoryFractionOption = EngineConfig.memory_fraction,
     max_batch_tokens: MaxBatchTokensOption = EngineConfig.max_batch_tokens,
     max_num_seqs: MaxNumSeqsOption = EngineConfig.max_num_seqs,
+    no_prefix_caching: NoPrefixCachingOption = False,
     no_compile: NoCompileOption = False,
     no_cuda_graphs: NoCudaGraphsOption = False,
     config: ConfigOption = None,
@@ -93,6 +100,7 @@ def bench(
     Exit code 1 when a case or a request failed.
     """
     console = Console(stderr=True)
+    options = engine_config(memory_fraction, max_batch_tokens, max_num_seqs, no_compile, no_cuda_graphs)
     plan = BenchPlan(
         input_len=input_len,
         output_len=output_len,
@@ -101,8 +109,10 @@ def bench(
         concurrencies=parse_counts(concurrency),
         kv_memories=parse_sizes(kv_memory),
         method=build_config(config, budget, num_full_layers, full_layers, scorer, set_),
-        engine=engine_config(memory_fraction, max_batch_tokens, max_num_seqs, no_compile, no_cuda_graphs),
+        engine=options.with_(prefix_caching=not no_prefix_caching),
         num_requests=num_requests,
+        shared_prefix_len=shared_prefix_len,
+        num_questions=num_questions,
         num_warmup=warmup,
         num_profile_steps=profile_steps,
     )
@@ -183,6 +193,7 @@ def _run(
     with progress:
         for run in run_cases(network, plan, watch):
             report["runs"].append(run)
+            report["prefix_gains"] = gains(report["runs"])
             if json_file is not None and str(json_file) != "-":
                 _write(json_file, report)
     if json_file is not None and str(json_file) == "-":
@@ -194,7 +205,8 @@ def _run(
         out.print(runs_table(report))
         if (sides := sides_table(report)) is not None:
             out.print(sides)
-    for text in dict.fromkeys(note for run in report["runs"] for note in _notes(run)):
+    notes = [note for run in report["runs"] for note in _notes(run)] + [gain_text(g) for g in report["prefix_gains"]]
+    for text in dict.fromkeys(notes):
         console.print(text, highlight=False, soft_wrap=True)
     return report
 

@@ -135,7 +135,8 @@ class BatchBuilder:
         assert tables is not None
         pages = -(-len(request.prompt_ids) // self._pool.page_size)
         is_whole = planned.start == 0 and planned.is_last
-        with_table = [p.spec.layer_idx for p in rows.places if p.spec.is_full or not is_whole]
+        in_order = [p.spec.is_full or not is_whole or bool(tables.staging[i]) for i, p in enumerate(rows.places)]
+        with_table = [layer for layer, has_order in enumerate(in_order) if has_order]
         ordered = [(tables.staging[i] or tables.blocks[i])[:pages] for i in with_table]
         stacked = self._upload(np.asarray(ordered, dtype=np.int32).reshape(len(ordered), pages))
         at = torch.arange(planned.start, planned.start + planned.length, device=self._device)

@@ -21,12 +21,13 @@ from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.engine.batch import BatchBuilder
 from hf_sparsekv.engine.block_pool import BlockPool
 from hf_sparsekv.engine.config import EngineConfig
-from hf_sparsekv.engine.groups import Groups
+from hf_sparsekv.engine.groups import Groups, num_query_rows
 from hf_sparsekv.engine.inflight import BAD_LOGITS, HostTokens, InFlight
 from hf_sparsekv.engine.memory import MemoryPlan
 from hf_sparsekv.engine.metrics import EngineMetrics
 from hf_sparsekv.engine.output import RequestOutput
 from hf_sparsekv.engine.ownership import Uncopied
+from hf_sparsekv.engine.prefix_cache import PrefixCache
 from hf_sparsekv.engine.profile import kv_bytes_available
 from hf_sparsekv.engine.prompt import Prompt, token_ids
 from hf_sparsekv.engine.request import FinishReason, Request
@@ -36,7 +37,7 @@ from hf_sparsekv.engine.sampling_params import SamplingParams
 from hf_sparsekv.engine.scheduler import Scheduler
 from hf_sparsekv.engine.stream import EngineThread
 from hf_sparsekv.engine.tracker import Tracker
-from hf_sparsekv.errors import CacheError, ConfigError, RequestError
+from hf_sparsekv.errors import CacheError, RequestError
 from hf_sparsekv.hf.models import check_model, generation_stop_ids, model_shape, rope_inv_freq, text_config
 from hf_sparsekv.hf.paged import use_paged_attention
 from hf_sparsekv.plan import LayerPlan
@@ -99,7 +100,8 @@ class Engine(Uncopied):
         self._pages = PagePool(
             memory.num_blocks, shape.num_kv_heads, memory.block_size, shape.head_dim, model.dtype, model.device
         )
-        self._blocks = BlockPool(memory.num_blocks)
+        size, count = memory.block_size, memory.num_blocks
+        self._blocks = PrefixCache(count, size) if options.prefix_caching else BlockPool(count)
         self._scheduler = Scheduler(
             self._blocks,
             block_size=memory.block_size,
@@ -155,7 +157,7 @@ class Engine(Uncopied):
         if not isinstance(name, str):
             raise RequestError(f"request_id must be a str: got {name!r}")
         ids = token_ids(name, prompt, self.tokenizer, self._vocab_size)
-        sampling = self._sampling_params(params, len(ids))
+        sampling = self._tracker.sampling_params(params, self.model.generation_config, len(ids))
         config = self.config if config is None else config
         group, plan = self._groups.plan_of(config)
         request = Request(
@@ -164,6 +166,7 @@ class Engine(Uncopied):
             params=sampling,
             plan=plan,
             group=group,
+            num_query_rows=num_query_rows(config, plan),
             arrival_s=time.perf_counter(),
             is_streamed=stream,
             seed=sampling.request_seed(name),
@@ -198,6 +201,10 @@ class Engine(Uncopied):
     def has_unfinished(self) -> bool:
         """Whether any request is live."""
         return self._scheduler.has_unfinished
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, as after a change of the model's weights; RequestError while requests are live."""
+        self._scheduler.forget_prefixes()
 
     def generate(
         self,
@@ -378,16 +385,6 @@ class Engine(Uncopied):
         assert request.finish_reason is not None
         self.metrics.observe_end(request.finish_reason)
         return self._tracker.finish(request)
-
-    def _sampling_params(self, params: SamplingParams | GenerationConfig | None, prompt_length: int) -> SamplingParams:
-        if isinstance(params, SamplingParams):
-            return params
-        if not isinstance(params, GenerationConfig | None):
-            raise ConfigError(f"params must be SamplingParams or a GenerationConfig: got {params!r}")
-        if params is None:
-            most = max(1, min(SamplingParams().max_tokens, self.memory.max_model_len - prompt_length))
-            return SamplingParams.from_generation_config(self.model.generation_config, self._stop_ids, max_tokens=most)
-        return SamplingParams.from_generation_config(params, self._stop_ids)
 
     def _on_device(self) -> AbstractContextManager[object]:
         device = self.model.device

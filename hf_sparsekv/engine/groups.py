@@ -123,6 +123,13 @@ class Groups(Mapping[Hashable, Group]):
         return Group(rows, SamplerState(memory.num_rows, self._vocab_size, self._device, self._stop_ids))
 
 
+def num_query_rows(config: SparseKVConfig, plan: LayerPlan) -> int | None:
+    """Last rows of a prompt whose queries a request needs: those that score, and the last; None = all of them."""
+    if all(spec.is_full for spec in plan.layers):
+        return 1
+    return {"none": 1, "last": config.observation_window, "all": None}[config.scorer_object.queries]
+
+
 def _key(config: SparseKVConfig) -> Hashable:
     """What makes two configurations one: the same options, the same scorer object or one of the same class.
 
