@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_sparsekv import ops
 from hf_sparsekv.cache.layer import PromptRecord, WindowLayer
 from hf_sparsekv.cache.slots import UNLIMITED, SlotStore
-from hf_sparsekv.errors import CacheError
+from hf_sparsekv.errors import CacheError, InputError
 from hf_sparsekv.plan import FULL_LAYER_BLOCK
 from hf_sparsekv.scorers import ScoreInputs, TwoLists
 from hf_sparsekv.select import check_scores, select_kept
@@ -33,27 +33,68 @@ class _Candidates:
     num_seen: int
 
 
-def finish_prompt(layer: WindowLayer, scale: float) -> None:
-    """Select from everything the layer holds, and free the rest.
+def check_pass_length(layer: WindowLayer, num_new: int) -> None:
+    """Refuse what a bounded prefill would have to hold at once.
 
-    While no request exceeds its budget nothing is evicted and nothing moves: the layer stays what a dense cache is,
-    and only remembers the scores that decoding will need.
+    Raises:
+        InputError: more tokens than a chunk has.
+    """
+    limit = layer.config.chunk_tokens
+    if limit is not None and num_new > limit:
+        raise InputError(
+            f"a forward pass of {num_new} tokens, but prefill='bounded' takes at most prefill_chunk_tokens={limit} "
+            f"at a time: pass prefill_chunk_size={limit} to model.generate, or feed the prompt in pieces; "
+            "hf_sparsekv.generate does so by itself"
+        )
+
+
+def is_chunk_full(layer: WindowLayer, num_coming: int = 0) -> bool:
+    """Whether a bounded prefill has to select before it takes `num_coming` more columns in, or now if none come."""
+    limit = layer.config.chunk_tokens
+    if limit is None or layer.num_unselected == 0:
+        return False
+    return layer.num_unselected >= limit if num_coming == 0 else layer.num_unselected + num_coming > limit
+
+
+def finish_prompt(layer: WindowLayer, scale: float) -> None:
+    """End a prompt or turn: select from what no selection has seen yet.
 
     Raises:
         CacheError: a request of the batch got no token in this turn.
         ScoreError: the scorer returned something that cannot rank tokens.
     """
-    if not layer.is_prompt_open:
-        return
+    if layer.is_prompt_open:
+        is_bounded = layer.config.chunk_tokens is not None  # earlier chunks may have had a request's tokens
+        for row, seen in enumerate(layer.padding.tokens):
+            if (seen if is_bounded else layer.num_new(row)) == 0:
+                raise CacheError(
+                    f"request {row} of the batch got only padding in this turn: run it in a batch of its own"
+                )
+        finish_chunk(layer, scale)
+    layer.tail.clear()
+
+
+def finish_chunk(layer: WindowLayer, scale: float) -> None:
+    """Select from everything the layer holds, and free the rest.
+
+    While no request exceeds its budget nothing is evicted and nothing moves: the layer stays what a dense cache is,
+    and only remembers the scores that decoding will need.
+
+    In a bounded prefill the prompt may go on: the observed rows stay, since the last tokens of a chunk are kept and a
+    short last chunk has too few rows of its own. A scorer of every row gets each row once, and carries its sum on.
+
+    Raises:
+        ScoreError: the scorer returned something that cannot rank tokens.
+    """
     tokens = layer.padding.tokens
-    for row in range(len(tokens)):
-        if layer.num_new(row) == 0:
-            raise CacheError(f"request {row} of the batch got only padding in this turn: run it in a batch of its own")
     budgets = [layer.spec.kept_tokens(seen) for seen in tokens]
     fits = layer.slots is None and all(seen <= budget for seen, budget in zip(tokens, budgets, strict=True))
     records = [_record(layer, row, budget) for row, budget in enumerate(budgets)]
     parts, remembered = [], []
     for rows in _uniform_rows(layer):
+        if tokens[rows.start] == 0:  # all padding so far; its tokens come in a later chunk
+            parts += [] if fits else [_empty_store(layer, budgets[rows], max(budgets))]
+            continue
         candidates = _gather(layer, rows)
         scores = _score(layer, candidates, scale)
         if fits:
@@ -65,8 +106,9 @@ def finish_prompt(layer: WindowLayer, scale: float) -> None:
         column_scores(layer)[rows][:, :, layer.padding.columns_of(rows.start, 0)] = decode_scores
     if parts:
         _move_to_slots(layer, parts)
-    layer.prompts, layer.num_decoded = records, 0
-    layer.tail.clear()
+    layer.prompts, layer.num_decoded, layer.num_unselected = records, 0, 0
+    if layer.config.scorer_object.queries == "all" or layer.config.chunk_tokens is None:
+        layer.tail.clear()
     layer.is_prompt_open = False
 
 
@@ -137,7 +179,7 @@ def _gather(layer: WindowLayer, rows: slice) -> _Candidates:
     columns = layer.padding.columns_of(row, layer.num_seen - layer.columns.num_columns)
     keys, values = (t[rows][:, :, columns] for t in (layer.columns.keys, layer.columns.values))
     queries = layer.tail.queries[rows]
-    observed = min(queries.shape[2], layer.num_new(row))
+    observed = layer.tail.num_rows(row)
     queries = queries[:, :, queries.shape[2] - observed :]
     seen = layer.padding.tokens[row]
     shape = (*keys.shape[:2], keys.shape[2])
@@ -201,6 +243,16 @@ def _keep(
     pair = ops.compact(candidates.keys, candidates.values, kept.index)
     positions = candidates.positions.gather(-1, kept.index.clamp_min(0)).masked_fill(kept.index < 0, -1)
     return _new_store(layer, pair, positions, kept.scores, kept.counts, budgets, candidates.num_seen)
+
+
+def _empty_store(layer: WindowLayer, budgets: list[int], capacity: int) -> SlotStore:
+    """The slots of one request that has no token yet."""
+    like = layer.columns.keys if layer.slots is None else layer.slots.keys
+    keys, values = (like.new_zeros(1, like.shape[1], capacity, like.shape[3]) for _ in range(2))
+    scores = torch.zeros(keys.shape[:3], device=like.device)
+    counts = torch.zeros(1, dtype=torch.int32, device=like.device)
+    positions = torch.full_like(scores, -1, dtype=torch.int32)
+    return _new_store(layer, (keys, values), positions, scores, counts, budgets, 0)
 
 
 def _new_store(

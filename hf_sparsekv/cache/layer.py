@@ -91,6 +91,8 @@ class WindowLayer(FullLayer):
         self.tail = QueryTail(rows)
         self.is_prompt_open = False
         """Whether tokens have come that no selection has seen yet."""
+        self.num_unselected = 0
+        """Columns since the last selection, decoded ones not counted."""
         self.column_scores: Tensor | None = None
         """fp32 [B, K, >= num_columns] while nothing was evicted: what decoding will replace by."""
         self.prompts: list[PromptRecord] = []

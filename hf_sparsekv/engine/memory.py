@@ -87,9 +87,9 @@ class MemoryPlan:
         return self._tables_of(layers, length).demand(length, staged=False)
 
     def peak_of(self, layers: LayerPlan, length: int) -> int:
-        """Blocks that the same request takes at its worst moment: a prompt over `chunk_limit` is staged."""
+        """Blocks that the same request takes at its worst moment: a prompt computed in pieces is staged."""
         tables = self._tables_of(layers, length)
-        return tables.demand(length, staged=tables.prompt_length > self.chunk_limit)
+        return tables.demand(length, staged=tables.is_staged(self.chunk_limit))
 
     def longest(self) -> int:
         """The longest request that fits alone, in whole blocks."""
@@ -131,9 +131,13 @@ class MemoryPlan:
     def _refusal(self, kv_bytes: int) -> str:
         peak, whole = (f(self.layers, self.max_model_len) for f in (self.peak_of, self.blocks_of))
         missing = (peak + 1) * self.block_bytes + self.num_rows * self.row_bytes
+        chunk = self.layers.chunk_tokens
+        remedy = "raise max_batch_tokens, and prefill_chunk_tokens if set, to compute it whole"
         staging = (
-            f", {(peak - whole) * self.block_bytes:,} of it to stage a prompt over {self.chunk_limit:,} tokens (raise "
-            "max_batch_tokens, and prefill_chunk_tokens if set, to compute it whole)"
+            f", {(peak - whole) * self.block_bytes:,} of it to stage a prompt over {self.chunk_limit:,} tokens ({remedy})"
+            if chunk is None
+            else f", {(peak - whole) * self.block_bytes:,} of it for chunks of {chunk:,} tokens (lower the "
+            "configuration's prefill_chunk_tokens)"
         )
         return (
             f"kv_memory_bytes={kv_bytes:,} does not hold one request of max_model_len={self.max_model_len:,} tokens, "
