@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_sparsekv.select import Kept
-
 
 @dataclass(frozen=True)
 class LayerRemains:
@@ -17,8 +15,8 @@ class LayerRemains:
 
     positions: Tensor
     """int64 [1, K, C], ascending."""
-    scores: Tensor | None
-    """fp32 [1, K, C], for scorers that go on with them; None where the scores are ages."""
+    scores: Tensor
+    """fp32 [1, K, C], what the scorer gave them, before pooling."""
 
 
 @dataclass
@@ -46,14 +44,11 @@ class PromptRemains:
             return None, None
         new = torch.arange(start, end, device=like.device).expand(1, like.shape[1], -1)
         positions = torch.cat([before.positions, new], dim=-1)
-        if before.scores is None:
-            return positions, None
         return positions, torch.nn.functional.pad(before.scores, (0, end - start))
 
-    def keep(self, layer_idx: int, kept: Kept, positions: Tensor, count: int, *, scores_are_ages: bool) -> None:
+    def keep(self, layer_idx: int, positions: Tensor, scores: Tensor, count: int) -> None:
         """Take note of a selection that is not the prompt's last; `count` slots are in use."""
-        scores = None if scores_are_ages else kept.scores[..., :count].contiguous()
-        self.layers[layer_idx] = LayerRemains(positions[..., :count].contiguous(), scores)
+        self.layers[layer_idx] = LayerRemains(positions[..., :count].contiguous(), scores[..., :count].contiguous())
 
     def note(self, can_rank: Tensor) -> Tensor:
         """Add what the device will know of one more step's scores; the answer for all of them."""

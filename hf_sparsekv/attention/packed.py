@@ -18,7 +18,7 @@ from hf_sparsekv.cache.tail import QueryTail
 from hf_sparsekv.cache.upload import to_device
 from hf_sparsekv.scorers import ScoreInputs, TwoLists
 from hf_sparsekv.scorers.checks import MAX_SCORE
-from hf_sparsekv.select import Kept, check_score_shapes, select_kept
+from hf_sparsekv.select import Kept, check_score_shapes, kept_raw_scores, select_kept, with_earlier_windows
 
 
 @dataclass(frozen=True)
@@ -277,6 +277,7 @@ class PackedStep:
             lists = (scores,)
         for tensor in lists:
             chunk.score_bounds.extend(tensor.aminmax())
+        scores = with_earlier_windows(scores, carried, config.scorer_object)
         self._keep(chunk, place, keys, values, scores, positions)
 
     def _keep(
@@ -288,11 +289,11 @@ class PackedStep:
         scores: Tensor | TwoLists,
         candidates: Tensor | None,
     ) -> None:
-        layer_idx, config = place.spec.layer_idx, chunk.rows.config
+        layer_idx = place.spec.layer_idx
         budget = min(place.spec.kept_tokens(chunk.seen), chunk.max_length)
         capacity = place.capacity or min(budget, keys.shape[2])
         budgets = torch.full((1,), budget, dtype=torch.int32, device=keys.device)
-        kept = select_kept(scores, budgets, capacity, candidates, config)
+        kept = select_kept(scores, budgets, capacity, candidates, chunk.rows.config)
         table = chunk.kept_tables[layer_idx] if chunk.is_last else chunk.prompt_tables[layer_idx]
         assert table is not None
         ops.compact_into(self.pool.keys, self.pool.values, keys, values, kept.index, table[None])
@@ -301,8 +302,7 @@ class PackedStep:
             positions = candidates.gather(-1, kept.index.clamp_min(0)).masked_fill(kept.index < 0, -1)
         if not chunk.is_last:
             count = min(budget, keys.shape[2])
-            is_ring = config.decode_mode == "ring"
-            chunk.remains.keep(layer_idx, kept, positions, count, scores_are_ages=is_ring)
+            chunk.remains.keep(layer_idx, positions, kept_raw_scores(scores, kept), count)
         elif not place.is_append:
             chunk.kept.append(_KeptSlots(place, kept, positions, budget))
 

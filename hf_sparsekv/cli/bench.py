@@ -30,6 +30,7 @@ from hf_sparsekv.cli.bench_options import (
     NoCudaGraphsOption,
     NumRequestsOption,
     OutputLenOption,
+    PrefillOption,
     ProfileStepsOption,
     SeedOption,
     WarmupOption,
@@ -80,6 +81,7 @@ def bench(
     num_full_layers: NumFullLayersOption = None,
     full_layers: FullLayersOption = None,
     scorer: ScorerOption = None,
+    prefill: PrefillOption = None,
     set_: SetOption = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -92,6 +94,7 @@ def bench(
     Exit code 1 when a case or a request failed.
     """
     console = Console(stderr=True)
+    settings = [*([] if prefill is None else [f"prefill={prefill}"]), *(set_ or [])]
     plan = BenchPlan(
         input_len=input_len,
         output_len=output_len,
@@ -99,7 +102,7 @@ def bench(
         kinds=tuple(dict.fromkeys(engine or ("dense", "sparse"))),
         concurrencies=parse_counts(concurrency),
         kv_memories=parse_sizes(kv_memory),
-        method=build_config(config, budget, num_full_layers, full_layers, scorer, set_),
+        method=build_config(config, budget, num_full_layers, full_layers, scorer, settings),
         engine=engine_config(memory_fraction, max_batch_tokens, max_num_seqs, no_compile, no_cuda_graphs),
         num_requests=num_requests,
         num_warmup=warmup,
