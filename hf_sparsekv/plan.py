@@ -120,7 +120,7 @@ class LayerPlan:
             for i in range(shape.num_layers)
         )
         grows = config.decode_mode == "grow"
-        return cls(shape=shape, layers=layers, grows=grows, chunk_tokens=config.chunk_tokens)
+        return cls(shape=shape, layers=layers, grows=grows, chunk_tokens=config.chunk_tokens if windows else None)
 
     def prefill_tokens(self, layer_idx: int, prompt_length: int) -> int:
         """The most tokens that a layer holds at a time while a prompt is read, in chunks if it is bounded."""

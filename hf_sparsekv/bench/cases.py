@@ -178,8 +178,10 @@ def _engine_cases(
             figures["memory"] = memory.figures(
                 kv_memory_bytes=kv_memory, memory_fraction=options.memory_fraction, planned=planned
             )
+            peak_blocks = engine.memory.peak_of(engine.memory.layers, engine.memory.max_model_len)
             figures["admissible"] = {
                 "rows": engine.memory.num_rows,
+                "peak_request_bytes": peak_blocks * engine.memory.block_bytes,  # at its worst moment, the prompt's
                 "requests": min(
                     engine.memory.num_rows, engine.memory.concurrent(engine.memory.layers, engine.memory.max_model_len)
                 ),
