@@ -157,7 +157,8 @@ def test_a_second_turn_and_beams(model, scorer):
     config = BOUNDED.with_(scorer=scorer)
     first = skv.generate(model, prompt_of(50), config, **GREEDY)
     conversation = torch.cat([first.sequences, prompt_of(40, seed=2)], dim=1)
-    second = skv.generate(model, conversation, cache=first.cache, **GREEDY)
+    mask = torch.ones_like(conversation)  # an answer may hold the padding's id
+    second = skv.generate(model, {"input_ids": conversation, "attention_mask": mask}, cache=first.cache, **GREEDY)
     for layer in second.report["layers"][1:]:
         assert layer["stored"] == [BUDGET]
     assert not second.report["is_prompt_open"]

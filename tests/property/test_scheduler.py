@@ -78,9 +78,9 @@ def staging_needed(request: Request, layer: int, block_size: int) -> int:
     spec, prompt, chunk = request.plan.layers[layer], len(request.prompt_ids), request.plan.chunk_tokens
     if spec.is_full or spec.kept_tokens(prompt) >= prompt:
         return 0
+    most = kept = 0
     if chunk is None:
         return ceil(prompt / block_size)
-    most = kept = 0
     for start in range(0, prompt, chunk):
         held = kept + min(chunk, prompt - start)
         most, kept = max(most, held), min(held, spec.kept_tokens(prompt))
@@ -89,7 +89,6 @@ def staging_needed(request: Request, layer: int, block_size: int) -> int:
 
 
 def piece_limit(request: Request, chunk_limit: int) -> int:
-    """The longest piece of a prompt."""
     return min(chunk_limit, request.plan.chunk_tokens or chunk_limit)
 
 
@@ -393,15 +392,8 @@ def simulate(seed: int, num_requests: int) -> Counter[str]:
 
 def test_ten_thousand_random_requests_end_once_each_and_leave_nothing_behind():
     events = sum((simulate(seed, num_requests=500) for seed in range(20)), Counter[str]())
-    for happened in (
-        "preempted",
-        "replayed",
-        "refused",
-        "cut",
-        "cut a chunk",
-        "cut for decoding",
-        "late token dropped",
-    ):
+    names = ("preempted", "replayed", "refused", "cut", "cut a chunk", "cut for decoding", "late token dropped")
+    for happened in names:
         assert events[happened] >= 20, f"{happened}: the worlds are too quiet: {events}"
     for status in (WAITING, PREFILL, RUNNING):
         assert events[f"aborted while {status}"] >= 20, events
