@@ -131,14 +131,13 @@ class MemoryPlan:
     def _refusal(self, kv_bytes: int) -> str:
         peak, whole = (f(self.layers, self.max_model_len) for f in (self.peak_of, self.blocks_of))
         missing = (peak + 1) * self.block_bytes + self.num_rows * self.row_bytes
-        chunk = self.layers.chunk_tokens
-        remedy = "raise max_batch_tokens, and prefill_chunk_tokens if set, to compute it whole"
+        chunk, extra = self.layers.chunk_tokens, (peak - whole) * self.block_bytes
         staging = (
-            f", {(peak - whole) * self.block_bytes:,} of it to stage a prompt over {self.chunk_limit:,} tokens ({remedy})"
-            if chunk is None
-            else f", {(peak - whole) * self.block_bytes:,} of it for chunks of {chunk:,} tokens (lower the "
-            "configuration's prefill_chunk_tokens)"
+            f", {extra:,} of it to stage a prompt over {self.chunk_limit:,} tokens (raise max_batch_tokens, and "
+            "prefill_chunk_tokens if set, to compute it whole)"
         )
+        if chunk is not None:
+            staging = f", {extra:,} of it for chunks of {chunk:,} tokens (lower the method's prefill_chunk_tokens)"
         return (
             f"kv_memory_bytes={kv_bytes:,} does not hold one request of max_model_len={self.max_model_len:,} tokens, "
             f"which takes {missing:,}{staging if peak > whole else ''}: raise kv_memory_bytes, or lower max_model_len "
