@@ -17,7 +17,9 @@ from hf_sparsekv.scorers.base import DECODE_MODES, POOLINGS, REDUCTIONS
 from hf_sparsekv.scorers.checks import MAX_COUNT, check_int
 
 BUDGET_SHAPES = ("uniform", "pyramid")
+PREFILLS = ("exact", "bounded")
 DEFAULT_NUM_FULL_LAYERS = 3
+DEFAULT_CHUNK_TOKENS = 2048
 
 Budget = int | float | tuple[int | float, ...]
 
@@ -86,6 +88,11 @@ class SparseKVConfig:
     prompt's selection stays; "grow": nothing is evicted after the prompt. Default: the scorer's (replace_lowest)."""
     decay: float | None = None
     """Weight of the old score in each decode step, in [0, 1]. Default 1 - 1 / observation_window."""
+    prefill: str = "exact"
+    """"exact": a window layer selects once, at the prompt's end; "bounded": after every `prefill_chunk_tokens`, so that
+    it never holds more than its budget and a chunk: an approximation, what one chunk loses no later one sees."""
+    prefill_chunk_tokens: int | None = None
+    """Tokens of a prompt between two selections when `prefill` is "bounded". Default 2048."""
 
     def __new__(cls, *args: object, **options: object) -> Self:
         """Refuse unknown names in the words of `from_dict`: a misspelled option deserves a hint."""
@@ -108,6 +115,7 @@ class SparseKVConfig:
         self._check_budget()
         self._check_scoring()
         self._check_decode()
+        self._check_prefill()
 
     def __hash__(self) -> int:
         """By every option but the scorer's, which may hold anything."""
@@ -155,6 +163,13 @@ class SparseKVConfig:
         return decay, 1.0 - decay if scorer.decode_gain is None else scorer.decode_gain
 
     @property
+    def chunk_tokens(self) -> int | None:
+        """Tokens of a prompt between two selections; None = it selects once, at its end."""
+        if self.prefill == "exact":
+            return None
+        return DEFAULT_CHUNK_TOKENS if self.prefill_chunk_tokens is None else self.prefill_chunk_tokens
+
+    @property
     def num_protected(self) -> int:
         """Sinks and recent tokens together: the smallest possible budget."""
         return self.num_sink_tokens + self.num_recent_tokens
@@ -192,6 +207,7 @@ class SparseKVConfig:
             "decode": self.decode_mode,
             "decay": decay if self.decode_mode == "replace_lowest" else None,
             "gain": gain if self.decode_mode == "replace_lowest" else None,
+            "prefill_chunk_tokens": self.chunk_tokens,
         }
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
@@ -304,6 +320,29 @@ class SparseKVConfig:
                 raise ConfigError(f"decay must be a number in [0, 1]: got {shown(self.decay)}")
             if self.decode_mode != "replace_lowest":
                 raise ConfigError(f"decay={self.decay} has no effect with decode={self.decode_mode!r}")
+
+    def _check_prefill(self) -> None:
+        _check_choice("prefill", self.prefill, PREFILLS, is_optional=False)
+        if self.prefill == "exact":
+            if self.prefill_chunk_tokens is not None:
+                raise ConfigError(
+                    f"prefill_chunk_tokens={shown(self.prefill_chunk_tokens)} has no effect with prefill='exact'"
+                )
+            return
+        budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
+        fractions = [budget for budget in budgets if isinstance(budget, float)]
+        if fractions:
+            raise ConfigError(
+                f"prefill='bounded' selects before the prompt's length is known, so budget={fractions[0]} is a "
+                "fraction of nothing yet: give whole tokens as an int"
+            )
+        if self.prefill_chunk_tokens is not None:
+            check_int("prefill_chunk_tokens", self.prefill_chunk_tokens, at_least=1)
+            if self.prefill_chunk_tokens < self.observation_window:
+                raise ConfigError(
+                    f"prefill_chunk_tokens={self.prefill_chunk_tokens} is smaller than observation_window="
+                    f"{self.observation_window}: raise it to at least {self.observation_window}"
+                )
 
 
 def parse_json_object(text: str | bytes, what: str) -> dict[str, Any]:

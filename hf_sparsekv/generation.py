@@ -89,6 +89,8 @@ def generate(
             f"the cache has seen {cache.get_seq_length()} tokens, the inputs have {prompt_length}: pass the whole "
             "conversation, the new turn at its end"
         )
+    if cache.config.chunk_tokens is not None and _in_force("prefill_chunk_size", model, options) is None:
+        options["prefill_chunk_size"] = cache.config.chunk_tokens
     batch = _padded_on_the_left(batch, int(cache.get_seq_length()))
     cache.expect_prompt(prompt_length - int(cache.get_seq_length()))
     start = time.perf_counter()

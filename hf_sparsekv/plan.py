@@ -87,10 +87,14 @@ class LayerPlan:
     layers: tuple[LayerSpec, ...]
     grows: bool = False
     """Whether window layers keep every token after the prompt (decode="grow")."""
+    chunk_tokens: int | None = None
+    """Tokens of a prompt after which a window layer selects (prefill="bounded"); None = at the prompt's end only."""
 
     def __post_init__(self) -> None:
         """There must be one entry for each layer of the model, in order."""
         check_flag("grows", self.grows)
+        if self.chunk_tokens is not None:
+            check_int("chunk_tokens", self.chunk_tokens, at_least=1)
         if [spec.layer_idx for spec in self.layers] != list(range(self.shape.num_layers)):
             raise ConfigError(
                 f"a plan lists the layers 0 to {self.shape.num_layers - 1}, each once and in order: got "
@@ -115,7 +119,17 @@ class LayerPlan:
             LayerSpec(layer_idx=i, is_full=i in full, budget=budgets.get(i), num_protected=config.num_protected)
             for i in range(shape.num_layers)
         )
-        return cls(shape=shape, layers=layers, grows=config.decode_mode == "grow")
+        grows = config.decode_mode == "grow"
+        return cls(shape=shape, layers=layers, grows=grows, chunk_tokens=config.chunk_tokens if windows else None)
+
+    def prefill_tokens(self, layer_idx: int, prompt_length: int) -> int:
+        """The most tokens that a layer holds at a time while a prompt is read, in chunks if it is bounded."""
+        spec, chunk = self.layers[layer_idx], self.chunk_tokens
+        if spec.is_full or chunk is None or prompt_length <= chunk:
+            return prompt_length
+        before_last = (prompt_length - 1) // chunk * chunk  # of the last two chunks the first may be the longer one
+        kept = [min(seen, spec.kept_tokens(prompt_length)) for seen in (before_last - chunk, before_last)]
+        return max(kept[0] + chunk, kept[1] + prompt_length - before_last)
 
     @property
     def num_full_layers(self) -> int:
@@ -221,7 +235,8 @@ class LayerPlan:
         try:
             shape = ModelShape(**values["shape"])
             layers = tuple(LayerSpec(**layer) for layer in values["layers"])
-            return cls(shape=shape, layers=layers, grows=values["grows"])
+            chunk_tokens = values.get("chunk_tokens")
+            return cls(shape=shape, layers=layers, grows=values["grows"], chunk_tokens=chunk_tokens)
         except (KeyError, TypeError, ConfigError) as error:
             raise ConfigError(f"not a layer plan: {error}") from error
 

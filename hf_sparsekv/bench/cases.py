@@ -214,7 +214,12 @@ def _engine_cases(
             figures["memory"] = memory.figures(
                 kv_memory_bytes=kv_memory, memory_fraction=options.memory_fraction, planned=planned
             )
-            figures["admissible"] = {"rows": engine.memory.num_rows, "requests": admissible}
+            peak_blocks = engine.memory.peak_of(engine.memory.layers, engine.memory.max_model_len)
+            figures["admissible"] = {
+                "rows": engine.memory.num_rows,
+                "peak_request_bytes": peak_blocks * engine.memory.block_bytes,  # at its worst moment, the prompt's
+                "requests": admissible,
+            }
             if plan.num_profile_steps:
                 figures["gpu_busy"] = decode_busy_share(
                     engine, workload, concurrency=concurrency, num_steps=plan.num_profile_steps

@@ -14,7 +14,7 @@ _LLAMA3: Mapping[str, Any] = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "vocab_size": 128256,
-    "max_position_embeddings": 131072,
+    "max_position_embeddings": 262144,  # twice the real one: prompts of 131072 tokens need room for output
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     "bos_token_id": 128000,
     "eos_token_id": 128001,

@@ -33,6 +33,7 @@ from hf_sparsekv.cli.bench_options import (
     NumQuestionsOption,
     NumRequestsOption,
     OutputLenOption,
+    PrefillOption,
     ProfileStepsOption,
     SeedOption,
     SharedPrefixLenOption,
@@ -88,6 +89,7 @@ def bench(
     num_full_layers: NumFullLayersOption = None,
     full_layers: FullLayersOption = None,
     scorer: ScorerOption = None,
+    prefill: PrefillOption = None,
     set_: SetOption = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -101,6 +103,7 @@ def bench(
     """
     console = Console(stderr=True)
     options = engine_config(memory_fraction, max_batch_tokens, max_num_seqs, no_compile, no_cuda_graphs)
+    settings = [*([] if prefill is None else [f"prefill={prefill}"]), *(set_ or [])]
     plan = BenchPlan(
         input_len=input_len,
         output_len=output_len,
@@ -108,7 +111,7 @@ def bench(
         kinds=parse_kinds(engine),
         concurrencies=parse_counts(concurrency),
         kv_memories=parse_sizes(kv_memory),
-        method=build_config(config, budget, num_full_layers, full_layers, scorer, set_),
+        method=build_config(config, budget, num_full_layers, full_layers, scorer, settings),
         engine=options.with_(prefix_caching=not no_prefix_caching),
         num_requests=num_requests,
         shared_prefix_len=shared_prefix_len,
@@ -120,10 +123,7 @@ def bench(
     source = _ModelSource(model, dummy_weights or model in SHAPES, trust_remote_code)
     network, facts = source.make(plan, dtype, device, console)
     report = _run(network, plan, facts, json_file, console)
-    if all("error" in run for run in report["runs"]):
-        raise ConfigError(report["runs"][0]["error"])
-    if any("error" in run or run["num_failed"] for run in report["runs"]):
-        raise typer.Exit(FAILED)
+    _raise_failures(report["runs"])
 
 
 @dataclass(frozen=True)
@@ -209,6 +209,14 @@ def _run(
     for text in dict.fromkeys(notes):
         console.print(text, highlight=False, soft_wrap=True)
     return report
+
+
+def _raise_failures(runs: list[dict[str, Any]]) -> None:
+    """End with what went wrong, if anything did."""
+    if all("error" in run for run in runs):
+        raise ConfigError(runs[0]["error"])
+    if any("error" in run or run["num_failed"] for run in runs):
+        raise typer.Exit(FAILED)
 
 
 def _write(path: Path, report: dict[str, Any]) -> None:

@@ -32,6 +32,14 @@ InputLenOption = Annotated[
 OutputLenOption = Annotated[
     int, typer.Option("--output-len", min=1, rich_help_panel=_LOAD, help="Tokens generated for each.")
 ]
+PrefillOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prefill",
+        rich_help_panel="Method",
+        help="exact, or bounded: window layers select chunk by chunk (--set prefill_chunk_tokens=2048).",
+    ),
+]
 ConcurrencyOption = Annotated[
     str,
     typer.Option(

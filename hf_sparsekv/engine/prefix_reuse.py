@@ -5,7 +5,8 @@ blocks for as long as it lives; its window layers read them until the prompt's e
 the cache when it has been computed as a whole, in the step after: requests that begin in one step share nothing.
 
 Only keys and values of dense attention enter: those of prompts, and of outputs where every layer is full. What a
-window layer computed of its selection would be an approximation in every request that found it.
+window layer computed of its selection would be an approximation in every request that found it. So a request whose
+prefill is bounded, and selects while its prompt is read, neither leaves nor takes anything.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ class PrefixReuse:
 
     def offers(self, request: Request) -> Iterator[Sequence[CachedBlock]]:
         """Prefixes that a request may begin with, the best first; the last one is `NO_PREFIX`."""
-        if self._cache is not None and request.num_query_rows is not None:
+        if self._cache is not None and _is_exact(request) and request.num_query_rows is not None:
             most = request.prompt_length - max(1, request.num_query_rows)
             prefix = self._cache.find(request.prompt_ids, most)
             if prefix:
@@ -59,7 +60,7 @@ class PrefixReuse:
         """
         if self._cache is None:
             return
-        for request in whole:
+        for request in filter(_is_exact, whole):
             tables = request.tables
             assert tables is not None
             count = request.prompt_length // self._cache.block_size
@@ -86,8 +87,13 @@ class PrefixReuse:
             self._cache.clear()
 
     def _store(self, request: Request, tokens: Sequence[int]) -> None:
-        if self._cache is None or request.tables is None:
+        if self._cache is None or request.tables is None or not _is_exact(request):
             return
         tables = request.tables.in_order()
         if tables is not None:
             self._cache.insert(tokens, tables)
+
+
+def _is_exact(request: Request) -> bool:
+    """Whether the keys and values of a prompt are the dense model's, in every layer."""
+    return request.plan.chunk_tokens is None

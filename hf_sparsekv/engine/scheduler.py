@@ -20,7 +20,10 @@ from hf_sparsekv.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Prompt tokens `[start, start + length)` of a request, to be computed in one step."""
+    """Prompt tokens `[start, start + length)` of a request, to be computed in one step.
+
+    In a bounded prefill, no piece reaches over the end of a chunk of the plan: selection does not depend on the batch.
+    """
 
     request: Request
     start: int
@@ -168,7 +171,7 @@ class Scheduler:
 
     def _check_fits(self, request: Request) -> None:
         name, prompt, new = request.request_id, request.prompt_length, request.params.max_tokens
-        tables, usable, limit = self._tables_of(request), self.pool.num_usable, self.chunk_limit
+        tables, usable, limit = self._tables_of(request), self.pool.num_usable, self._piece_limit(request)
         whole = _peak_demand(request, tables, staged=False)
         if whole > usable:
             raise RequestError(
@@ -177,10 +180,16 @@ class Scheduler:
             )
         needed = _peak_demand(request, tables, staged=prompt > limit)
         if needed > usable:
+            chunk = request.plan.chunk_tokens
+            remedy = (
+                f"lower the configuration's prefill_chunk_tokens={chunk} or the budget"
+                if chunk
+                else f"raise max_batch_tokens, and prefill_chunk_tokens if set, to {prompt}, shorten the prompt"
+            )
             raise RequestError(
                 f"request {name!r} needs {needed} blocks to stage its {prompt} prompt tokens, computed in chunks of at "
-                f"most {limit} ({whole} blocks in one piece), but the pool has {usable}: raise max_batch_tokens, and "
-                f"prefill_chunk_tokens if set, to {prompt}, shorten the prompt or give more KV memory"
+                f"most {limit} ({whole} blocks in one piece), but the pool has {usable}: {remedy} or give more "
+                "KV memory"
             )
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
@@ -274,7 +283,9 @@ class Scheduler:
         for request in self.running:
             if request.status is RequestStatus.PREFILL:
                 left = self.max_batch_tokens - plan.num_tokens
-                length = min(request.prompt_length - request.num_computed, self.chunk_limit, left)
+                done, chunk = request.num_computed, request.plan.chunk_tokens
+                to_selection = left if chunk is None else chunk - done % chunk
+                length = min(request.prompt_length - done, self.chunk_limit, left, to_selection)
                 self._add_chunk(plan, request, length)
 
     def _admit(self, plan: StepPlan) -> None:
@@ -306,7 +317,7 @@ class Scheduler:
         """
         for prefix in self._prefixes.offers(request):
             known = len(prefix) * self.block_size
-            length = self._first_chunk_length(request.prompt_length - known, left, plan)
+            length = self._first_chunk_length(request, known, left, plan)
             if length == 0:
                 return None
             tables = self._tables_of(request, stages_all=bool(prefix))
@@ -324,16 +335,22 @@ class Scheduler:
         then = min(now + self.reserve_output_tokens, request.final_length)
         return request.tables.demand(then, staged=False) - request.tables.demand(now, staged=False)
 
-    def _first_chunk_length(self, wanted: int, left: int, plan: StepPlan) -> int:
-        """Of the `wanted` tokens of a prompt, those to begin with when `left` fit the step; 0 to let it wait."""
-        if wanted <= self.chunk_limit:
+    def _first_chunk_length(self, request: Request, known: int, left: int, plan: StepPlan) -> int:
+        """Tokens to begin a prompt with behind `known` ones, when `left` fit the step; 0 to let it wait."""
+        limit, wanted = self._piece_limit(request), request.prompt_length - known
+        if wanted <= limit:
             if wanted <= left:
                 return wanted
             # Behind other prompts, it goes whole in the next step. If decoding alone leaves too little, waiting may
             # not help for long: begin.
             return 0 if plan.prefill else left
         is_one_between_chunks = any(not chunk.is_last for chunk in plan.prefill)
-        return 0 if is_one_between_chunks else min(self.chunk_limit, left)
+        return 0 if is_one_between_chunks else min(limit, left)
+
+    def _piece_limit(self, request: Request) -> int:
+        """The most tokens of a prompt in one step."""
+        chunk = request.plan.chunk_tokens
+        return self.chunk_limit if chunk is None else min(self.chunk_limit, chunk)
 
     def _add_chunk(self, plan: StepPlan, request: Request, length: int) -> None:
         start = request.num_computed

@@ -2,8 +2,10 @@
 
 A block holds the keys and values of `block_size` tokens of one layer. A full layer's table grows with the request. A
 window layer's table is fixed at admission, or, when the plan grows, starts with the kept prompt and grows. A prompt
-that is computed in several chunks also has staging tables: its window layers need every key until they select. So has
-one that begins with blocks of the prefix cache, or will leave its own there.
+that is computed in several pieces also has staging tables: its window layers need every key until they select. So has
+one that begins with blocks of the prefix cache, or will leave its own there. When the prefill is bounded they select
+after every chunk, and staging is what a chunk needs beside what is kept: the kept tokens lie in the layer's own blocks,
+the chunk's right behind them, the last ones in staging blocks. The prefix cache has no part in that.
 """
 
 from collections import Counter
@@ -36,7 +38,8 @@ class RequestTables:
     blocks: list[list[int]]
     """Per layer, the block of slots `[i * block_size, (i + 1) * block_size)` at index i; empty before `allocate`."""
     staging: list[list[int]]
-    """Per layer the same for the prompt's tokens in order; empty where the layer needs none."""
+    """Per layer the same for the prompt's tokens in order; empty where the layer needs none. In a bounded prefill, the
+    blocks that follow `blocks`."""
 
     def __init__(
         self, plan: "LayerPlan", prompt_length: int, max_length: int, block_size: int, *, stages_all: bool = False
@@ -47,7 +50,8 @@ class RequestTables:
         # A layer either has a fixed number of slots, or as many as tokens were seen, less an offset.
         self._fixed_slots: dict[int, int] = {}
         self._offsets: dict[int, int] = {}
-        self._staged_layers: list[int] = []
+        self._staging: dict[int, int] = {}
+        self._chunk = plan.chunk_tokens
         self.window_layers = [layer for layer, spec in enumerate(plan.layers) if not spec.is_full]
         for layer, spec in enumerate(plan.layers):
             kept = spec.kept_tokens(prompt_length)
@@ -58,8 +62,9 @@ class RequestTables:
             else:
                 self._fixed_slots[layer] = min(kept, max_length)
             if not spec.is_full and (stages_all or kept < prompt_length):
-                self._staged_layers.append(layer)
+                self._staging[layer] = self._staging_blocks(plan.prefill_tokens(layer, prompt_length), layer)
         self._num_fixed_blocks = sum(blocks_for(slots, block_size) for slots in self._fixed_slots.values())
+        self._num_staging_blocks = sum(self._staging.values())
         self._layers_of_offset = Counter(self._offsets.values())
         self._capacity = 0
 
@@ -72,8 +77,16 @@ class RequestTables:
         growing = sum(
             count * blocks_for(length - offset, self.block_size) for offset, count in self._layers_of_offset.items()
         )
-        staging = len(self._staged_layers) * blocks_for(self.prompt_length, self.block_size) if staged else 0
-        return self._num_fixed_blocks + growing + staging
+        return self._num_fixed_blocks + growing + (self._num_staging_blocks if staged else 0)
+
+    def is_staged(self, longest_piece: int) -> bool:
+        """Whether a prompt needs staging that is computed in pieces of at most so many tokens."""
+        return self.prompt_length > min(longest_piece, self._chunk or longest_piece)
+
+    def prompt_blocks(self, layer: int) -> list[int]:
+        """The blocks that take a window layer's tokens while its prompt is computed in pieces."""
+        own, staging = self.blocks[layer], self.staging[layer]
+        return own + staging if self._chunk else staging or own
 
     def growth(self, length: int) -> int:
         """Blocks that `grow` to `length` tokens would take; O(1) while the last block of every layer has room."""
@@ -93,8 +106,7 @@ class RequestTables:
             count = blocks_for(self.num_slots(layer, length), self.block_size) - len(table)
             table.extend(next(free) for _ in range(count))
         if staged:
-            count = blocks_for(self.prompt_length, self.block_size)
-            for layer in self._staged_layers:
+            for layer, count in self._staging.items():
                 table = self.staging[layer]
                 table.extend(next(free) for _ in range(count - len(table)))
         self._capacity = self._tokens_that_fit(length)
@@ -177,6 +189,13 @@ class RequestTables:
     def num_blocks(self) -> int:
         """Blocks held now, staging included."""
         return sum(map(len, self.blocks)) + sum(map(len, self.staging))
+
+    def _staging_blocks(self, tokens: int, layer: int) -> int:
+        """Blocks for so many tokens of a prompt, beside the layer's own where those take part."""
+        if self._chunk is None:
+            return blocks_for(tokens, self.block_size)
+        own = blocks_for(self.num_slots(layer, min(self.prompt_length + 1, self.max_length - 1)), self.block_size)
+        return max(0, blocks_for(tokens, self.block_size) - own)
 
     def _missing(self, layer: int, length: int) -> int:
         return blocks_for(self.num_slots(layer, length), self.block_size) - len(self.blocks[layer])

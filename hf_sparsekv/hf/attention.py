@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from hf_sparsekv import ops
 from hf_sparsekv.attention.forward import attend
 from hf_sparsekv.errors import CacheError, InputError, ModelError
 from hf_sparsekv.hf.masks import dense_mask
@@ -106,7 +107,11 @@ def _attend(
 ) -> Tensor:
     step = layer.begin(query, attention_mask, scale, getattr(module, "config", None))
 
+    is_plain = layer.state.padding.is_token is None and layer.cache.config.chunk_tokens is not None
+
     def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if is_plain and 1 < query.shape[2] < key.shape[2]:  # a mask of a chunk over a long prompt would be large
+            return ops.attention(query, key, value, scale, None, True)[0].transpose(1, 2)
         return _dense_attention(module, query, key, value, attention_mask, scale, step.backend)
 
     return attend(

@@ -54,7 +54,8 @@ class ScoreInputs:
     lse: Tensor | None = None
     """fp32 [B, H, A], log-sum-exp of those rows where the attention backend returned it."""
     carried: Tensor | None = None
-    """fp32 [B, K, N]: score that stored tokens kept from turns and decoding before, 0 for new ones; None at first."""
+    """fp32 [B, K, N]: score that stored tokens kept from turns and decoding before, 0 for new ones; None at first.
+    Between the chunks of a bounded prefill: the scorer's own scores, before pooling."""
     positions: Tensor | None = None
     """int64 [B, K, N]: position of every key; None when key j simply has position j."""
     num_seen: int = 0

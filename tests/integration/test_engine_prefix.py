@@ -15,6 +15,7 @@ SPARSE = skv.SparseKVConfig(
     num_full_layers=1, budget=21, num_sink_tokens=2, num_recent_tokens=8, observation_window=WINDOW
 )
 DENSE = SPARSE.with_(num_full_layers=3)
+BOUNDED = SPARSE.with_(prefill="bounded", prefill_chunk_tokens=16)
 CACHING = skv.EngineConfig(
     kv_memory_bytes=2 << 20,
     max_num_seqs=6,
@@ -155,6 +156,30 @@ def test_configurations_share_what_they_compute(model, kept):
     assert [output.cached_tokens for output in outputs] == [0] + [40] * (len(CONFIGS) - 1)
 
 
+@pytest.mark.parametrize("exact_first", [True, False])
+@pytest.mark.parametrize("chunk", [None, 10])
+def test_a_bounded_prefill_leaves_nothing_to_exact_ones_and_takes_nothing(model, kept, exact_first, chunk):
+    """Behind its first chunk its keys and values are no longer the dense model's."""
+    document, options = tokens_of(40, 0), CACHING.with_(prefill_chunk_tokens=chunk)
+    configs = [SPARSE, BOUNDED, SPARSE, BOUNDED, DENSE, BOUNDED.with_(decode="grow")]
+    configs = configs if exact_first else configs[1:] + configs[:1]
+    prompts = [document + tokens_of(20, seed) for seed in range(len(configs))]
+    expected = [without_cache(model, c, [p], options)[0] for c, p in zip(configs, prompts, strict=True)]
+    expected_sets, kept[:] = list(kept), []
+    with skv.Engine(model, SPARSE, options) as engine:
+        outputs = [one_by_one(engine, [p], c)[0] for c, p in zip(configs, prompts, strict=True)]
+        known = engine.metrics.snapshot()["blocks_cached"]
+        bounded = engine.generate([tokens_of(60, 7)], GREEDY, config=BOUNDED)[0]
+        assert engine.metrics.snapshot()["blocks_cached"] == known  # a new prompt, and no block more
+        assert_nothing_left(engine)
+    assert [output.token_ids for output in outputs] == expected
+    assert kept[: len(expected_sets)] == expected_sets
+    exact = [output.cached_tokens for output, c in zip(outputs, configs, strict=True) if c.prefill == "exact"]
+    assert exact == [0, 40, 40]
+    assert [o.cached_tokens for o, c in zip(outputs, configs, strict=True) if c.prefill == "bounded"] == [0, 0, 0]
+    assert bounded.token_ids != without_cache(model, SPARSE, [tokens_of(60, 7)])[0]  # else nothing could go wrong
+
+
 def test_requests_that_begin_together_share_in_the_next_step_not_in_their_own(model):
     prompts = [tokens_of(40, 0) + tokens_of(10, seed) for seed in range(6)]
     with skv.Engine(model, SPARSE, CACHING) as engine:
@@ -277,7 +302,7 @@ def random_entry(rng, documents):
     document = rng.choice(documents)
     prompt = document[: rng.randrange(1, len(document))] + [rng.randrange(3, 256) for _ in range(rng.randrange(20))]
     params = skv.SamplingParams(max_tokens=rng.randrange(1, 30), ignore_eos=True)
-    return prompt, params, rng.choice([*CONFIGS.values(), SPARSE.with_(scorer="h2o")])
+    return prompt, params, rng.choice([*(CONFIGS | {"all fits": BOUNDED}).values(), SPARSE.with_(scorer="h2o")])
 
 
 @pytest.mark.parametrize("seed", range(2))

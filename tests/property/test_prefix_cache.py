@@ -1,7 +1,8 @@
 """Laws of prefix caching, by a world that keeps what every block of the pool holds.
 
 Prompts are made of two tokens, so that prefixes meet all the time. A place in a block holds its layer and all tokens
-up to its own, or something worthless: what a window layer selects, and what it decodes.
+up to its own, or something worthless: what a window layer selects, and what it decodes, and all that a request stores
+whose prefill is bounded.
 """
 
 from collections import Counter, deque
@@ -27,10 +28,10 @@ class Params:
     max_tokens: int
 
 
-def layer_plan(budgets, grows=False):
+def layer_plan(budgets, grows=False, chunk=None):
     shape = ModelShape(num_layers=len(budgets), num_heads=2, num_kv_heads=1, head_dim=8)
     layers = [LayerSpec(layer_idx=i, is_full=b is FULL, budget=b, num_protected=3) for i, b in enumerate(budgets)]
-    return LayerPlan(shape=shape, layers=tuple(layers), grows=grows)
+    return LayerPlan(shape=shape, layers=tuple(layers), grows=grows, chunk_tokens=chunk)
 
 
 PLANS = [
@@ -39,6 +40,7 @@ PLANS = [
     layer_plan([5, 40, 7]),
     layer_plan([0.25, FULL, 0.5]),
     layer_plan([FULL, 6, 40], grows=True),
+    layer_plan([FULL, 6, 40], chunk=8),
 ]
 
 
@@ -108,7 +110,7 @@ class World:
     def run_layer(self, layer, plan):
         for request in plan.decode:
             table, length = request.tables.blocks[layer], request.cached_length
-            if not request.plan.layers[layer].is_full:
+            if not request.plan.layers[layer].is_full or request.plan.chunk_tokens:
                 slot = length % (len(table) * self.size)
                 self.memory[table[slot // self.size]][slot % self.size] = NOTHING
                 continue
@@ -119,6 +121,11 @@ class World:
             self.prefill(layer, chunk)
 
     def prefill(self, layer, chunk):
+        if chunk.request.plan.chunk_tokens:
+            assert chunk.request.num_cached == 0
+            for block in chunk.request.tables.prompt_blocks(layer):
+                self.memory[block] = [NOTHING] * self.size
+            return
         tables, is_full = chunk.request.tables, chunk.request.plan.layers[layer].is_full
         tokens = chunk.request.prompt_ids[: chunk.start + chunk.length]
         is_whole = chunk.start == 0 and chunk.is_last
