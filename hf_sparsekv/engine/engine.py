@@ -9,7 +9,6 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from textwrap import shorten
 from types import TracebackType
 
@@ -27,7 +26,7 @@ from hf_sparsekv.engine.memory import MemoryPlan
 from hf_sparsekv.engine.metrics import EngineMetrics
 from hf_sparsekv.engine.output import RequestOutput
 from hf_sparsekv.engine.profile import kv_bytes_available
-from hf_sparsekv.engine.prompt import Prompt, token_ids
+from hf_sparsekv.engine.prompt import Prompt, given_params, token_ids
 from hf_sparsekv.engine.request import FinishReason, Request
 from hf_sparsekv.engine.runner import Runner
 from hf_sparsekv.engine.sampler import SamplerState
@@ -35,14 +34,21 @@ from hf_sparsekv.engine.sampling_params import SamplingParams
 from hf_sparsekv.engine.scheduler import Scheduler
 from hf_sparsekv.engine.stream import EngineThread
 from hf_sparsekv.engine.tracker import Tracker
-from hf_sparsekv.errors import CacheError, ConfigError, RequestError
+from hf_sparsekv.errors import CacheError, RequestError
 from hf_sparsekv.hf.models import check_model, generation_stop_ids, model_shape, rope_inv_freq, text_config
 from hf_sparsekv.hf.paged import use_paged_attention
+from hf_sparsekv.parallel.ranks import ranks_of
 from hf_sparsekv.plan import LayerPlan
 
 
 class Engine:
     """Continuous batching with a sparse cache; use it as a context manager, or call `close` at the end."""
+
+    def __new__(cls, model: object = None, *args: object, **kwargs: object) -> "Engine":
+        """An engine of the kind that this rank of the model needs, see `hf_sparsekv.engine.sharded`."""
+        from hf_sparsekv.engine.sharded import engine_class  # which derives from this one
+
+        return object.__new__(engine_class(model) if cls is Engine else cls)
 
     def __init__(
         self,
@@ -66,7 +72,9 @@ class Engine:
         check_model(model)
         self.config, self.options = config or SparseKVConfig(), engine_config or EngineConfig()
         self.model, self.tokenizer = model, tokenizer
-        self._shape = model_shape(model.config)
+        whole = model_shape(model.config)
+        self._ranks = ranks_of(model, whole)
+        self._shape = self._ranks.local_shape(whole)
         self._vocab_size, self._stop_ids = text_config(model.config).vocab_size, generation_stop_ids(model)
         self._in_flight: InFlight | None = None
         self._stepping = threading.Lock()
@@ -75,11 +83,11 @@ class Engine:
         self._runner = Runner(model, self._shape)
         try:
             self._runner.configure(self.options)
-            self._initialise(kv_bytes_available(self._runner, self.options))
+            self._initialise(self._ranks.least(kv_bytes_available(self._runner, self.options)))
         except BaseException:
             self._restore_model()
             raise
-        self.metrics, self.thread = EngineMetrics(self._scheduler), EngineThread(self, self._on_device)
+        self.metrics, self.thread = EngineMetrics(self._scheduler), EngineThread(self, self._runner.on_device)
 
     @torch.inference_mode(False)  # what is made in inference mode could not be written to outside it
     def _initialise(self, kv_bytes: int) -> None:
@@ -110,7 +118,8 @@ class Engine:
             max_model_len=memory.max_model_len,
         )
         inv_freq = rope_inv_freq(model.config, shape.head_dim)
-        self._builder = BatchBuilder(self._pages, None if inv_freq is None else inv_freq.to(model.device), model.device)
+        inv_freq = None if inv_freq is None else inv_freq.to(model.device)
+        self._builder = BatchBuilder(self._pages, inv_freq, model.device, self._ranks.heads)
         self._tracker = Tracker(self.tokenizer, self._stop_ids, memory, model.dtype.itemsize)
         self._groups = Groups(
             self.config,
@@ -119,6 +128,7 @@ class Engine:
             device=model.device,
             stop_ids=self._stop_ids,
             forget=self._runner.forget,
+            same_tokens=self._ranks.same_tokens,
         )
         self._runner.prepare(self._pages, self._groups.own)
 
@@ -154,7 +164,7 @@ class Engine:
         if not isinstance(name, str):
             raise RequestError(f"request_id must be a str: got {name!r}")
         ids = token_ids(name, prompt, self.tokenizer, self._vocab_size)
-        sampling = self._sampling_params(params, len(ids))
+        sampling = given_params(params, self.model, self._stop_ids, self.memory.max_model_len - len(ids))
         config = self.config if config is None else config
         group, plan = self._groups.plan_of(config)
         request = Request(
@@ -168,14 +178,17 @@ class Engine:
             seed=sampling.request_seed(name),
         )
         checker = self._tracker.checker(request)
+        self._accept(request, config)
+        self._tracker.add(request, checker)
+        return name
+
+    def _accept(self, request: Request, config: SparseKVConfig) -> None:
         self._scheduler.add(request)
         try:
             self._groups.enter(request, config)
         except BaseException:
-            self._scheduler.abort(name)  # no memory for the rows of its configuration
+            self._scheduler.abort(request.request_id)  # no memory for the rows of its configuration
             raise
-        self._tracker.add(request, checker)
-        return name
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; what it had so far, or None when no such request is live."""
@@ -215,7 +228,6 @@ class Engine:
             params: for all, or one each.
             config: sparse configuration for all of them; default the engine's.
             progress: show a progress bar on standard error.
-
         Raises:
             RequestError: other requests are running, or one text in place of a list of prompts.
             ConfigError: as `add_request`; none of the prompts is run then.
@@ -304,7 +316,7 @@ class Engine:
         return in_flight
 
     def _collect(self, step: InFlight) -> list[RequestOutput]:
-        groups, unscored = step.wait()
+        groups, unscored = self._read(step)
         outputs, advanced, now = [], [], time.perf_counter()
         for sampled, tokens in zip(step.sampled, groups, strict=True):
             for row, entry in enumerate(sampled):
@@ -318,6 +330,9 @@ class Engine:
                     outputs.append(output)
         self.metrics.observe_tokens(advanced)
         return outputs
+
+    def _read(self, step: InFlight) -> tuple[list[HostTokens], dict[str, str]]:
+        return step.wait()
 
     def _advance(
         self, request: Request, tokens: HostTokens, row: int, now: float, error: str | None
@@ -377,20 +392,6 @@ class Engine:
         assert request.finish_reason is not None
         self.metrics.observe_end(request.finish_reason)
         return self._tracker.finish(request)
-
-    def _sampling_params(self, params: SamplingParams | GenerationConfig | None, prompt_length: int) -> SamplingParams:
-        if isinstance(params, SamplingParams):
-            return params
-        if not isinstance(params, GenerationConfig | None):
-            raise ConfigError(f"params must be SamplingParams or a GenerationConfig: got {params!r}")
-        if params is None:
-            most = max(1, min(SamplingParams().max_tokens, self.memory.max_model_len - prompt_length))
-            return SamplingParams.from_generation_config(self.model.generation_config, self._stop_ids, max_tokens=most)
-        return SamplingParams.from_generation_config(params, self._stop_ids)
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        device = self.model.device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _check_open(self, call: str) -> None:
         if self._attention_before is None:

@@ -14,7 +14,7 @@ from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.engine.group import Group
 from hf_sparsekv.engine.memory import MemoryPlan
 from hf_sparsekv.engine.request import Request
-from hf_sparsekv.engine.sampler import SamplerState
+from hf_sparsekv.engine.sampler import SamplerState, SameTokens
 from hf_sparsekv.errors import ConfigError, shown
 from hf_sparsekv.plan import LayerPlan
 
@@ -34,6 +34,7 @@ class Groups(Mapping[Hashable, Group]):
         device: torch.device,
         stop_ids: tuple[int, ...],
         forget: Callable[[Group], None],
+        same_tokens: SameTokens,
     ) -> None:
         """The engine's own group.
 
@@ -44,7 +45,9 @@ class Groups(Mapping[Hashable, Group]):
             device: of the rows.
             stop_ids: the model's end-of-sequence tokens.
             forget: called with a group that is about to be dropped.
+            same_tokens: of the samplers.
         """
+        self._same_tokens = same_tokens
         self._memory, self._vocab_size, self._device = memory, vocab_size, device
         self._stop_ids, self._forget = stop_ids, forget
         self._live: Counter[Hashable] = Counter()
@@ -120,7 +123,8 @@ class Groups(Mapping[Hashable, Group]):
             max_length=memory.max_model_len,
             device=self._device,
         )
-        return Group(rows, SamplerState(memory.num_rows, self._vocab_size, self._device, self._stop_ids))
+        sampler = SamplerState(memory.num_rows, self._vocab_size, self._device, self._stop_ids, self._same_tokens)
+        return Group(rows, sampler)
 
 
 def _key(config: SparseKVConfig) -> Hashable:

@@ -1,11 +1,12 @@
-"""A prompt as a caller gives it, to the token ids that the model can read."""
+"""A prompt and its options as a caller gives them, to what the engine can read."""
 
 from collections.abc import Sequence
 from textwrap import shorten
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_sparsekv.errors import RequestError
+from hf_sparsekv.engine.sampling_params import SamplingParams
+from hf_sparsekv.errors import ConfigError, RequestError
 
 Prompt = str | Sequence[int]
 
@@ -34,6 +35,29 @@ def token_ids(name: str, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | No
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise RequestError(f"request {name!r}: token ids must be ints in [0, {vocab_size}): got {token!r}")
     return list(ids)
+
+
+def given_params(
+    params: SamplingParams | GenerationConfig | None, model: PreTrainedModel, stop_ids: tuple[int, ...], room: int
+) -> SamplingParams:
+    """How a request is sampled: as it says, or as its model's generation configuration does.
+
+    Args:
+        params: what came with the request.
+        model: of the engine.
+        stop_ids: the model's end-of-sequence tokens.
+        room: tokens that may follow its prompt.
+    Raises:
+        ConfigError: no sampling options, or ones that the engine does not have.
+    """
+    if isinstance(params, SamplingParams):
+        return params
+    if not isinstance(params, GenerationConfig | None):
+        raise ConfigError(f"params must be SamplingParams or a GenerationConfig: got {params!r}")
+    if params is None:
+        most = max(1, min(SamplingParams().max_tokens, room))
+        return SamplingParams.from_generation_config(model.generation_config, stop_ids, max_tokens=most)
+    return SamplingParams.from_generation_config(params, stop_ids)
 
 
 def shown_ids(prompt: object) -> tuple[int, ...]:
