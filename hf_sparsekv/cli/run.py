@@ -1,8 +1,8 @@
 """`hf-sparsekv run`: every line of a file through the engine; whatever happens, run it again and it goes on."""
 
 import signal
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from hf_sparsekv.cli.batch_progress import summary, watch
 from hf_sparsekv.cli.engine_options import (
@@ -29,7 +30,7 @@ from hf_sparsekv.cli.engine_options import (
     build_engine_config,
     sampling_fields,
 )
-from hf_sparsekv.cli.loading import ModelSource, load_weights, open_model
+from hf_sparsekv.cli.loading import ModelSource, open_model
 from hf_sparsekv.cli.options import (
     DEFAULT_MODEL,
     BudgetOption,
@@ -44,13 +45,19 @@ from hf_sparsekv.cli.options import (
     TrustRemoteCodeOption,
     build_config,
 )
+from hf_sparsekv.cli.replica import TpOption, follow, load_replica
+from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.engine.batch_lines import ChatTemplate, LineReader
+from hf_sparsekv.engine.batch_parts import ReplicaFiles
 from hf_sparsekv.engine.batch_results import ErrorFile, ResultFile
 from hf_sparsekv.engine.batch_run import BatchRun
+from hf_sparsekv.engine.config import EngineConfig
 from hf_sparsekv.engine.engine import Engine
 from hf_sparsekv.engine.sampling_params import SamplingParams
 from hf_sparsekv.errors import InputError
 from hf_sparsekv.hf.models import model_shape
+from hf_sparsekv.parallel.group import leave_replica
+from hf_sparsekv.parallel.place import Place
 from hf_sparsekv.plan import LayerPlan
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -86,10 +93,12 @@ def run(
     ignore_eos: IgnoreEosOption = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    tp: TpOption = 1,
     trust_remote_code: TrustRemoteCodeOption = False,
 ) -> None:
     """Generate for every line of a file, many at once; interrupted or killed, the same command goes on."""
-    console = Console(stderr=True)
+    place = Place.of_environment(tp)
+    console = Console(stderr=True, quiet=place.rank > 0)
     method = build_config(config, budget, num_full_layers, full_layers, scorer, set_)
     options = build_engine_config(kv_memory, max_num_seqs, max_batch_tokens, max_model_len, use_compile=use_compile)
     defaults = sampling_fields(
@@ -104,18 +113,59 @@ def run(
     )
     SamplingParams(**defaults)
     files = BatchFiles.of(file, output, errors)
-    with ResultFile(files.output) as results, closing(ErrorFile(files.errors)) as bad_lines:
+
+    def load() -> tuple[ModelSource, PreTrainedModel]:
         source = open_model(model, trust_remote_code=trust_remote_code, console=console)
         LayerPlan.build(method, model_shape(source.config))
-        lines = LineReader(
-            file, done=results.done, defaults=defaults, config=method, chat_template=chat_template(source)
-        )
-        network = load_weights(source, dtype=dtype, device=device, console=console)
-        with Engine(network, method, options, tokenizer=source.tokenizer) as engine:
-            console.print(engine.memory.describe(), highlight=False, soft_wrap=True)
-            received = serve(engine, lines, results, bad_lines, files, console)
+        return source, load_replica(place, source, dtype=dtype, device=device, console=console)
+
+    received = (_lead if place.tp_rank == 0 else _follow)(files, place, load, defaults, method, options, console)
+    leave_replica()
     if received is not None:
         raise typer.Exit(SIGNAL_EXIT_BASE + received)
+
+
+def _lead(
+    files: "BatchFiles",
+    place: Place,
+    load: Callable[[], tuple[ModelSource, PreTrainedModel]],
+    defaults: dict[str, Any],
+    method: SparseKVConfig,
+    options: EngineConfig,
+    console: Console,
+) -> int | None:
+    """Serve this replica's lines; the number of the signal that ended it, if one did."""
+    shared = ReplicaFiles(
+        files.input, files.output, files.errors, replica=place.replica, num_replicas=place.num_replicas
+    )
+    with shared as (results, bad_lines):
+        source, network = load()
+        lines = LineReader(
+            files.input,
+            done=results.done,
+            defaults=defaults,
+            config=method,
+            chat_template=chat_template(source),
+            serves=shared.serves if place.num_replicas > 1 else None,
+        )
+        with Engine(network, method, options, tokenizer=source.tokenizer) as engine:
+            console.print(engine.memory.describe(), highlight=False, soft_wrap=True)
+            return serve(engine, lines, results, bad_lines, files, console)
+
+
+def _follow(
+    files: "BatchFiles",
+    place: Place,
+    load: Callable[[], tuple[ModelSource, PreTrainedModel]],
+    defaults: dict[str, Any],
+    method: SparseKVConfig,
+    options: EngineConfig,
+    console: Console,
+) -> int | None:
+    """Take part in what rank 0 of the replica serves; it gets the same signals, and says when to stop."""
+    with noted_signals() as noted:
+        follow(load()[1], method, options)
+    return noted.received
 
 
 def serve(

@@ -81,10 +81,11 @@ class ResultFile:
     Args:
         path: the file; it may hold the results of an earlier run.
         sync_every_s: seconds between writes that wait for the disk.
+        wait_s: how long to wait for a process that has the lock.
     """
 
-    def __init__(self, path: Path, *, sync_every_s: float = SYNC_EVERY_S) -> None:
-        self.path, self._sync_every_s = path, sync_every_s
+    def __init__(self, path: Path, *, sync_every_s: float = SYNC_EVERY_S, wait_s: float = 0.0) -> None:
+        self.path, self._sync_every_s, self._wait_s = path, sync_every_s, wait_s
         real = path.resolve()  # by whatever name: one file, one lock
         self._lock = FileLock(real.with_name(f".{real.name}.lock"))
         self.done: set[str] = set()
@@ -99,7 +100,7 @@ class ResultFile:
         if not self.path.resolve().parent.is_dir():  # the lock would make it
             raise InputError(f"cannot write {self.path}: no such folder; make it first")
         try:
-            self._lock.acquire(timeout=0)
+            self._lock.acquire(timeout=self._wait_s)
         except Timeout as error:
             raise InputError(f"another process is writing to {self.path}: wait for it, or give another -o") from error
         except OSError as error:

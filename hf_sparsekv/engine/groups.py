@@ -14,7 +14,7 @@ from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.engine.group import Group
 from hf_sparsekv.engine.memory import MemoryPlan
 from hf_sparsekv.engine.request import Request
-from hf_sparsekv.engine.sampler import SamplerState, SameTokens
+from hf_sparsekv.engine.sampler import SameTokens, SamplerState
 from hf_sparsekv.errors import ConfigError, shown
 from hf_sparsekv.plan import LayerPlan
 

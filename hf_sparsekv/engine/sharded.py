@@ -9,6 +9,7 @@ What fails on one rank alone, such as an interrupt inside a forward pass, leaves
 engine is then lost, and so are the processes.
 """
 
+import pickle
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -46,7 +47,8 @@ class _Added:
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
-    config: SparseKVConfig
+    config: SparseKVConfig | None
+    """None = the engine's own."""
     seed: int
 
 
@@ -86,6 +88,16 @@ class _Message:
 
     script: list[_Added | _Ended]
     now: _Step | _Answer | _Closed
+
+
+def _check_can_be_told(added: _Added) -> None:
+    try:
+        pickle.dumps(added)
+    except Exception as error:  # whatever an object's own pickling raises
+        raise RequestError(
+            f"request {added.request_id!r} has a config that the other ranks cannot be told "
+            f"({type(error).__name__}: {error}): define its scorer at the top of a module"
+        ) from error
 
 
 class _HeadCheck:
@@ -130,8 +142,11 @@ class LeadingEngine(_SharedEngine):
         super().__init__(*args, **options)
 
     def _accept(self, request: Request, config: SparseKVConfig) -> None:
+        own = None if config is self.config else config
+        added = _Added(request.request_id, request.prompt_ids, request.params, own, request.seed)
+        if own is not None:
+            _check_can_be_told(added)
         super()._accept(request, config)
-        added = _Added(request.request_id, request.prompt_ids, request.params, config, request.seed)
         self._script.append(added)
 
     def _forget(self, request: Request) -> RequestOutput:
@@ -279,7 +294,8 @@ class FollowingEngine(_SharedEngine):
         return message.now
 
     def _add(self, added: _Added) -> None:
-        group, plan = self._groups.plan_of(added.config)
+        config = self.config if added.config is None else added.config
+        group, plan = self._groups.plan_of(config)
         request = Request(
             request_id=added.request_id,
             prompt_ids=added.prompt_ids,
@@ -290,7 +306,7 @@ class FollowingEngine(_SharedEngine):
             is_streamed=False,
             seed=added.seed,
         )
-        self._accept(request, added.config)
+        self._accept(request, config)
         self._requests[added.request_id] = request
 
     def _end(self, ended: _Ended) -> None:
@@ -300,6 +316,6 @@ class FollowingEngine(_SharedEngine):
         self._groups.leave(request)
 
     def _advance(self, request: Request, tokens: HostTokens, row: int, now: float, error: str | None) -> None:
+        request.token_times.append(now)
         if error is None:  # else rank 0 ends it
             request.output_ids.append(tokens.ids[row])
-            request.token_times.append(now)

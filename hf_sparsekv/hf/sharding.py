@@ -35,7 +35,7 @@ def check_tp_size(config: PreTrainedConfig, tp_size: int) -> None:
         )
 
 
-def tp_mesh(model: nn.Module) -> "DeviceMesh | None":
+def tp_mesh(model: object) -> "DeviceMesh | None":
     """The one-dimensional mesh of the ranks that share a model's heads; None for a whole model.
 
     It is one-dimensional and without a name on transformers 5.17, has the name "tp" on 5.18, and is one of several
@@ -46,7 +46,7 @@ def tp_mesh(model: nn.Module) -> "DeviceMesh | None":
         return None
     if mesh.mesh_dim_names and "tp" in mesh.mesh_dim_names and mesh.ndim > 1:
         mesh = mesh["tp"]
-    return mesh if mesh.ndim == 1 and mesh.size() > 1 and _has_split_heads(model) else None
+    return mesh if mesh.ndim == 1 and mesh.size() > 1 and isinstance(model, nn.Module) and _is_split(model) else None
 
 
 def load_sharded(path_or_id: str, mesh: "DeviceMesh", **options: Any) -> PreTrainedModel:
@@ -58,13 +58,14 @@ def load_sharded(path_or_id: str, mesh: "DeviceMesh", **options: Any) -> PreTrai
             make their own over the same processes.
         options: what `from_pretrained` takes (dtype, ...), without device_map.
     """
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     sizes: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=mesh.size())}
     if DISTRIBUTED_TAKES_MESH and mesh.device_type != "cpu":  # it would call the CPU of rank n "cpu:n"
         sizes["device_mesh"] = mesh
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path_or_id, **sizes, **options)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def shard_meta_model(model: PreTrainedModel, mesh: "DeviceMesh") -> PreTrainedModel:
@@ -74,11 +75,10 @@ def shard_meta_model(model: PreTrainedModel, mesh: "DeviceMesh") -> PreTrainedMo
         model: on the meta device.
         mesh: as for `load_sharded`.
     """
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
-    sizes = DistributedConfig(tp_size=mesh.size())
-    own = {"device_mesh": mesh} if DISTRIBUTED_TAKES_MESH else {}
-    sizes, _, where = model.prepare_distribute_model(sizes, **own)
+    own: dict[str, Any] = {"device_mesh": mesh} if DISTRIBUTED_TAKES_MESH else {}
+    sizes, _, where = model.prepare_distribute_model(DistributedConfig(tp_size=mesh.size()), **own)
     model.config.distributed_config = sizes
     sharded: PreTrainedModel = type(model).maybe_distribute_model(model, sizes, where)
     return sharded
@@ -106,5 +106,5 @@ def shard_of_call(module: nn.Module, query: Tensor, key: Tensor, shape: ModelSha
     return shape.split(size), HeadShard(mesh.get_local_rank() * key.shape[1], shape.num_kv_heads)
 
 
-def _has_split_heads(model: nn.Module) -> bool:
+def _is_split(model: nn.Module) -> bool:
     return any(getattr(p, "device_mesh", None) is not None for p in model.parameters())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from hf_sparsekv.errors import ConfigError
@@ -48,8 +49,8 @@ def join_replica(place: Place, device_type: str) -> "DeviceMesh | None":
         _init(place, device_type)
     if dist.get_world_size() != place.tp_size:
         raise ConfigError(
-            f"torch.distributed has a group of {dist.get_world_size()} processes already, but tp={place.tp_size}: leave "
-            "init_process_group out"
+            f"torch.distributed has a group of {dist.get_world_size()} processes already, but tp={place.tp_size}: "
+            "leave init_process_group out"
         )
     sizes = ParallelismConfig(dp_replicate_size=1, dp_shard_size=1, cp_size=1, tp_size=place.tp_size)
     mesh: DeviceMesh = sizes.get_device_mesh(device_type)
@@ -68,7 +69,7 @@ def _init(place: Place, device_type: str) -> None:
     store, _, _ = next(iter(rendezvous("env://", place.rank, place.world_size, timeout=START_TIMEOUT)))
     dist.init_process_group(
         _BACKENDS[device_type],
-        store=dist.PrefixStore(f"replica-{place.replica}", store),
+        store=distributed_c10d.PrefixStore(f"replica-{place.replica}", store),
         rank=place.tp_rank,
         world_size=place.tp_size,
         timeout=START_TIMEOUT,
