@@ -112,9 +112,9 @@ class ReplicaFiles:
             for path in parts:
                 path.unlink()
                 _lock_of(path).unlink(missing_ok=True)
-                name = path.name.removeprefix(self._output.name)
-                if (own := path.with_name(f"{self._errors.name}{name}")) != self._part(self._errors):
-                    (self._errors.parent / own.name).unlink(missing_ok=True)
+                errors = self._errors.with_name(self._errors.name + path.name.removeprefix(self._output.name))
+                if errors != self._part(self._errors):  # that one is merged next
+                    errors.unlink(missing_ok=True)
 
     def _merge_errors(self) -> None:
         """Replace this replica's lines among the errors of all by those of this run."""
