@@ -6,7 +6,7 @@ blocks, see `column_capacity`.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any, Self
 
@@ -43,6 +43,12 @@ class ModelShape:
                 raise ConfigError(f"{name} must be a positive int, at most {MAX_COUNT}: got {shown(value)}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+
+    def split(self, num_ranks: int) -> "ModelShape":
+        """The part of one of several ranks that share the heads; `num_ranks` divides the KV heads."""
+        assert self.num_kv_heads % num_ranks == 0, f"{self.num_kv_heads} KV heads for {num_ranks} ranks"
+        heads, kv_heads = self.num_heads // num_ranks, self.num_kv_heads // num_ranks
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads)
 
 
 @dataclass(frozen=True, kw_only=True)

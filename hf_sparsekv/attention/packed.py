@@ -17,6 +17,7 @@ from hf_sparsekv.cache.rows import LayerPlace, RowState
 from hf_sparsekv.cache.tail import QueryTail
 from hf_sparsekv.cache.upload import to_device
 from hf_sparsekv.scorers import ScoreInputs, TwoLists
+from hf_sparsekv.scorers.base import ALL_HEADS, HeadShard
 from hf_sparsekv.scorers.checks import MAX_SCORE
 from hf_sparsekv.select import Kept, check_score_shapes, kept_raw_scores, select_kept, with_earlier_windows
 
@@ -79,6 +80,8 @@ class PromptChunk:
     tails: dict[int, QueryTail]
     """Per window layer the last query rows of the chunks before."""
     inv_freq: Tensor | None = None
+    heads: HeadShard = ALL_HEADS
+    """Which KV heads of the model's layers this rank has."""
     kept: list[_KeptSlots] = field(default_factory=list)
     """Per replacing layer what the last chunk's selection left, until `PackedStep.finish` writes it to the row."""
     score_bounds: list[Tensor] = field(default_factory=list)
@@ -266,6 +269,7 @@ class PackedStep:
             num_seen=chunk.seen,
             inv_freq=chunk.inv_freq,
             layer_idx=layer_idx,
+            heads=chunk.heads,
         )
         shape = (1, keys.shape[1], keys.shape[2])
         try:

@@ -246,6 +246,7 @@ def _score(layer: WindowLayer, candidates: _Candidates, scale: float) -> Tensor 
             num_seen=candidates.num_seen,
             inv_freq=layer.inv_freq,
             layer_idx=layer.spec.layer_idx,
+            heads=layer.heads,
         )
     )
     batch, kv_heads, num_keys, _ = candidates.keys.shape

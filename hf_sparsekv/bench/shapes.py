@@ -29,6 +29,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 128,
         "tie_word_embeddings": False,
     },
+    "llama3-70b-shape": {
+        **_LLAMA3,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
     "llama3-1b-shape": {
         **_LLAMA3,
         "num_hidden_layers": 16,

@@ -11,6 +11,7 @@ from hf_sparsekv.cache.tail import QueryTail
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import CacheError
 from hf_sparsekv.plan import LayerSpec
+from hf_sparsekv.scorers.base import ALL_HEADS
 
 
 class FullLayer:
@@ -86,6 +87,8 @@ class WindowLayer(FullLayer):
         super().__init__(spec, padding)
         self.config = config
         self.inv_freq = inv_freq
+        self.heads = ALL_HEADS
+        """Which KV heads of the model's layer these are."""
         self.slots: SlotStore | None = None
         rows = {"none": 0, "last": config.observation_window, "all": None}[config.scorer_object.queries]
         self.tail = QueryTail(rows)

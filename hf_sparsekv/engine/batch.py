@@ -17,6 +17,7 @@ from hf_sparsekv.engine.group import Group
 from hf_sparsekv.engine.request import Request
 from hf_sparsekv.engine.scheduler import PrefillChunk, StepPlan
 from hf_sparsekv.plan import LayerSpec
+from hf_sparsekv.scorers.base import ALL_HEADS, HeadShard
 
 LONG_PROMPT = 1024
 """Tokens from which on a prompt attends in a call of its own: backends that are fastest for one take no batches."""
@@ -65,8 +66,11 @@ class Batch:
 class BatchBuilder:
     """Turns plans into batches, and keeps what a prompt leaves between its chunks."""
 
-    def __init__(self, pool: PagePool, inv_freq: Tensor | None, device: torch.device) -> None:
-        """A builder for one engine."""
+    def __init__(
+        self, pool: PagePool, inv_freq: Tensor | None, device: torch.device, heads: HeadShard = ALL_HEADS
+    ) -> None:
+        """A builder for one engine; `heads` are this rank's."""
+        self._heads = heads
         self._pool, self._inv_freq, self._device = pool, inv_freq, device
         self._nothing = torch.zeros(0, dtype=torch.int64, device=device)
         self._tails: dict[str, dict[int, QueryTail]] = {}
@@ -174,6 +178,7 @@ class BatchBuilder:
             kept,
             tails,
             self._inv_freq,
+            self._heads,
             remains=remains,
         )
 
