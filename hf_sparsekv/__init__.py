@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 from hf_sparsekv.version import __version__
 
 if TYPE_CHECKING:
+    from hf_sparsekv import plots as plots
+    from hf_sparsekv import profile as profile
+    from hf_sparsekv.budget_plan import BudgetPlan
     from hf_sparsekv.config import SparseKVConfig
     from hf_sparsekv.engine.config import EngineConfig
     from hf_sparsekv.engine.engine import Engine
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CACHE_KEYWORD",
+    "BudgetPlan",
     "CacheError",
     "ConfigError",
     "Engine",
@@ -63,6 +67,7 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "budget_plan": ("BudgetPlan",),
     "config": ("SparseKVConfig",),
     "engine.config": ("EngineConfig",),
     "engine.engine": ("Engine",),
@@ -87,11 +92,15 @@ _ROOMS = {
     "plan": ("LayerPlan",),
     "scorers": ("ScoreInputs", "Scorer", "register_scorer"),
 }
+_WHOLE_ROOMS = ("plots", "profile")
+"""Public by their own names."""
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     """A public name, imported when it is first asked for: torch takes seconds, and `--help` needs none of it."""
+    if name in _WHOLE_ROOMS:
+        return import_module(f"{__name__}.{name}")
     if name not in _ROOM_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_ROOM_OF[name]}"), name)

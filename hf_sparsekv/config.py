@@ -4,43 +4,35 @@ A configuration knows no model: which layers exist and what they cost is `hf_spa
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from sys import float_info
-from typing import Any, Self, TypeGuard
+from typing import Any, Self
 
+from hf_sparsekv.budget_plan import BudgetPlan
 from hf_sparsekv.errors import ConfigError, shown
 from hf_sparsekv.ops.reference.select import MAX_POOL_WIDTH
+from hf_sparsekv.option_values import (
+    FrozenOptions,
+    check_choice,
+    check_names,
+    int_tuple,
+    is_list,
+    is_number,
+    parse_json_object,
+)
 from hf_sparsekv.scorers import Pooling, Scorer, build_scorer, describe_scorer
 from hf_sparsekv.scorers.base import DECODE_MODES, POOLINGS, REDUCTIONS
 from hf_sparsekv.scorers.checks import MAX_COUNT, check_int
 
-BUDGET_SHAPES = ("uniform", "pyramid")
+BUDGET_SHAPES = ("uniform", "pyramid", "calibrated")
 PREFILLS = ("exact", "bounded")
 DEFAULT_NUM_FULL_LAYERS = 3
+DEFAULT_BUDGET = 1024
 DEFAULT_CHUNK_TOKENS = 2048
 
 Budget = int | float | tuple[int | float, ...]
-
-
-class FrozenOptions(Mapping[str, Any]):
-    """A scorer's options, which nobody can change: they were checked."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = dict(values)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        return repr(self._values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +49,15 @@ class SparseKVConfig:
     """Layers that keep everything, counted from the bottom; 0 = none. Default 3, unless `full_layers` is given."""
     full_layers: tuple[int, ...] | None = None
     """The full layers by index, in place of a count."""
-    budget: Budget = 1024
+    budget: Budget = DEFAULT_BUDGET
     """Tokens that a window layer keeps per request: an int; a float in (0, 1) = that fraction of the prompt; or a
     sequence with one of these for each window layer, from the bottom."""
     budget_shape: str = "uniform"
     """"uniform", or "pyramid": budgets fall linearly with depth, their sum unchanged (PyramidKV, 2406.02069).
-    Fractions fall less steeply where the bottom layer would otherwise keep more than the whole prompt."""
+    Fractions fall less steeply where the bottom layer would otherwise keep more than the whole prompt. "calibrated":
+    `plan` says which layers are full and what the others keep, so neither is given here."""
+    plan: BudgetPlan | str | os.PathLike[str] | Mapping[str, Any] | None = None
+    """What `hf-sparsekv plan --calibrate` has measured: the path of its file, read at once, or its contents."""
     pyramid_beta: float | None = None
     """Steepness of the pyramid: the top layer's scored tokens are the mean divided by it. Default 20."""
     num_sink_tokens: int = 4
@@ -96,20 +91,21 @@ class SparseKVConfig:
 
     def __new__(cls, *args: object, **options: object) -> Self:
         """Refuse unknown names in the words of `from_dict`: a misspelled option deserves a hint."""
-        _check_names(options, [f.name for f in fields(cls)])
+        check_names(options, [f.name for f in fields(cls)])
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Normalise sequences, resolve the scorer, and check every option."""
         set_ = object.__setattr__
         if self.full_layers is not None:
-            set_(self, "full_layers", _int_tuple("full_layers", self.full_layers))
-        if _is_list(self.budget):
+            set_(self, "full_layers", int_tuple("full_layers", self.full_layers))
+        if is_list(self.budget):
             set_(self, "budget", tuple(self.budget))
         if not isinstance(self.scorer_options, Mapping):
             raise ConfigError(f"scorer_options must be a mapping of names to values: got {shown(self.scorer_options)}")
         set_(self, "scorer_options", FrozenOptions(self.scorer_options))
         set_(self, "_scorer", build_scorer(self.scorer, self.scorer_options))
+        self._take_plan()
         self._check_layers()
         self._check_tokens()
         self._check_budget()
@@ -190,7 +186,7 @@ class SparseKVConfig:
         if not isinstance(self.scorer, str):
             described = describe_scorer(self.scorer, must_be_registered=must_be_registered)
             values["scorer"], values["scorer_options"] = described["name"], described["options"]
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+        return _jsonable(values)
 
     def effective(self) -> dict[str, Any]:
         """What is in force, defaults resolved, as JSON-able values."""
@@ -209,14 +205,14 @@ class SparseKVConfig:
             "gain": gain if self.decode_mode == "replace_lowest" else None,
             "prefill_chunk_tokens": self.chunk_tokens,
         }
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+        return _jsonable(values)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SparseKVConfig":
         """The inverse of `to_dict`; unknown names raise ConfigError."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"a configuration is a mapping of option names to values: got {shown(values)}")
-        _check_names(values, [f.name for f in fields(cls)])
+        check_names(values, [f.name for f in fields(cls)])
         return cls(**values)
 
     def to_json(self) -> str:
@@ -233,6 +229,25 @@ class SparseKVConfig:
         return replace(self, **changes)
 
     # --- checks ---------------------------------------------------------------------------------------------------
+
+    def _take_plan(self) -> None:
+        """Read the plan, and let its layers and budgets be this configuration's."""
+        check_choice("budget_shape", self.budget_shape, BUDGET_SHAPES, is_optional=False)
+        if self.plan is None and self.budget_shape == "calibrated":
+            raise ConfigError("budget_shape='calibrated' needs plan=, a file that hf-sparsekv plan --calibrate writes")
+        if self.plan is None:
+            return
+        if self.budget_shape != "calibrated":
+            raise ConfigError(f"plan={shown(self.plan)} has no effect with budget_shape={self.budget_shape!r}")
+        plan = BudgetPlan.load(self.plan)
+        taken = {"plan": plan, "full_layers": plan.full_layers, "budget": plan.window_budgets or DEFAULT_BUDGET}
+        free = {"full_layers": None, "budget": DEFAULT_BUDGET, "num_full_layers": None}
+        for name, default in free.items():
+            value = getattr(self, name)
+            if value not in (default, taken.get(name, default)):
+                raise ConfigError(f"{name}={shown(value)} has no effect with budget_shape='calibrated': the plan says")
+        for name, value in taken.items():
+            object.__setattr__(self, name, value)
 
     def _check_layers(self) -> None:
         if self.num_full_layers is not None and self.full_layers is not None:
@@ -259,17 +274,18 @@ class SparseKVConfig:
             )
 
     def _check_budget(self) -> None:
-        _check_choice("budget_shape", self.budget_shape, BUDGET_SHAPES, is_optional=False)
         if self.pyramid_beta is not None:
             if self.budget_shape != "pyramid":
-                raise ConfigError(f"pyramid_beta={shown(self.pyramid_beta)} has no effect with budget_shape='uniform'")
-            if not _is_number(self.pyramid_beta) or not 1 <= self.pyramid_beta <= float_info.max:
+                raise ConfigError(
+                    f"pyramid_beta={shown(self.pyramid_beta)} has no effect with budget_shape={self.budget_shape!r}"
+                )
+            if not is_number(self.pyramid_beta) or not 1 <= self.pyramid_beta <= float_info.max:
                 raise ConfigError(f"pyramid_beta must be a finite number >= 1: got {shown(self.pyramid_beta)}")
         budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
         if isinstance(self.budget, tuple):
             if not self.budget:
                 raise ConfigError("budget is an empty list: give one entry for each window layer")
-            if self.budget_shape != "uniform":
+            if self.budget_shape == "pyramid":
                 raise ConfigError(f"budget_shape={self.budget_shape!r} has no effect with a list of budgets")
         for budget in budgets:
             self._check_one_budget(budget)
@@ -297,9 +313,9 @@ class SparseKVConfig:
             )
 
     def _check_scoring(self) -> None:
-        _check_choice("pooling", self.pooling, POOLINGS)
-        _check_choice("row_reduction", self.row_reduction, REDUCTIONS)
-        _check_choice("group_reduction", self.group_reduction, REDUCTIONS)
+        check_choice("pooling", self.pooling, POOLINGS)
+        check_choice("row_reduction", self.row_reduction, REDUCTIONS)
+        check_choice("group_reduction", self.group_reduction, REDUCTIONS)
         scorer = self.scorer_object
         if self.row_reduction is not None and not scorer.uses_row_reduction:
             raise ConfigError(f"row_reduction={self.row_reduction!r} has no effect with scorer {scorer.name!r}")
@@ -314,15 +330,15 @@ class SparseKVConfig:
                 raise ConfigError(f"pool_kernel_size={width} has no effect with pooling='none'")
 
     def _check_decode(self) -> None:
-        _check_choice("decode", self.decode, DECODE_MODES)
+        check_choice("decode", self.decode, DECODE_MODES)
         if self.decay is not None:
-            if not _is_number(self.decay) or not 0.0 <= self.decay <= 1.0:
+            if not is_number(self.decay) or not 0.0 <= self.decay <= 1.0:
                 raise ConfigError(f"decay must be a number in [0, 1]: got {shown(self.decay)}")
             if self.decode_mode != "replace_lowest":
                 raise ConfigError(f"decay={self.decay} has no effect with decode={self.decode_mode!r}")
 
     def _check_prefill(self) -> None:
-        _check_choice("prefill", self.prefill, PREFILLS, is_optional=False)
+        check_choice("prefill", self.prefill, PREFILLS, is_optional=False)
         if self.prefill == "exact":
             if self.prefill_chunk_tokens is not None:
                 raise ConfigError(
@@ -345,51 +361,9 @@ class SparseKVConfig:
                 )
 
 
-def parse_json_object(text: str | bytes, what: str) -> dict[str, Any]:
-    """The JSON object that a text holds; a byte order mark before it is no part of it.
-
-    Raises:
-        ConfigError: no text, no JSON, or JSON of another kind; `what` says what was looked for.
-    """
-    if not isinstance(text, (str, bytes)):
-        raise ConfigError(f"not {what}: JSON text is needed, got {shown(text)}")
-    try:
-        values = json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
-    except (ValueError, RecursionError) as error:  # no UTF-8, an endless number, brackets in brackets in brackets
-        raise ConfigError(f"not {what}: invalid JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"not {what}: a JSON object is needed, got {type(values).__name__}")
-    return values
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Whether a value is a sequence of things, not of characters."""
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...], *, is_optional: bool = True) -> None:
-    if value is None and is_optional:
-        return
-    if not isinstance(value, str) or value not in choices:  # an array compares with each of them
-        raise ConfigError(f"unknown {name} {shown(value)}: choose one of {', '.join(choices)}")
-
-
-def _check_names(values: Mapping[str, object], known: list[str]) -> None:
-    for name in values:
-        if name not in known:
-            close = get_close_matches(name, known, n=1) if isinstance(name, str) else None
-            hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(known)}"
-            raise ConfigError(f"unknown option {shown(name)}: {hint}")
-
-
-def _int_tuple(name: str, values: object) -> tuple[int, ...]:
-    if not _is_list(values):
-        raise ConfigError(f"{name} must be a list of layer indices: got {shown(values)}")
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_COUNT:
-            raise ConfigError(f"{name} must hold ints, at most {MAX_COUNT}: got {shown(value)}")
-    return tuple(values)
+def _jsonable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists for tuples, and a plan's contents for a plan."""
+    return {
+        name: list(v) if isinstance(v, tuple) else v.to_dict() if isinstance(v, BudgetPlan) else v
+        for name, v in values.items()
+    }

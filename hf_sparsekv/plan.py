@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any, Self
 
-from hf_sparsekv.config import SparseKVConfig, parse_json_object
+from hf_sparsekv.budget_plan import BudgetPlan
+from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ConfigError, shown
+from hf_sparsekv.option_values import parse_json_object
 from hf_sparsekv.scorers.checks import MAX_COUNT, check_flag, check_int
 
 FULL_LAYER_BLOCK = 64
@@ -35,6 +37,8 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    num_ranks: int = 1
+    """That share the heads of the model, of which these are one rank's."""
 
     def __post_init__(self) -> None:
         """Every number must be positive, and the heads must divide."""
@@ -48,7 +52,13 @@ class ModelShape:
         """The part of one of several ranks that share the heads; `num_ranks` divides the KV heads."""
         assert self.num_kv_heads % num_ranks == 0, f"{self.num_kv_heads} KV heads for {num_ranks} ranks"
         heads, kv_heads = self.num_heads // num_ranks, self.num_kv_heads // num_ranks
-        return replace(self, num_heads=heads, num_kv_heads=kv_heads)
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, num_ranks=self.num_ranks * num_ranks)
+
+    @property
+    def whole(self) -> "ModelShape":
+        """Of the model that this is one rank's part of."""
+        heads, kv_heads = self.num_heads * self.num_ranks, self.num_kv_heads * self.num_ranks
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, num_ranks=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +122,20 @@ class LayerPlan:
         """Lay a configuration out over a model.
 
         Raises:
-            ConfigError: a layer index or a count beyond the model, a budget list of the wrong length, or something
-                else in the place of either argument.
+            ConfigError: a layer index or a count beyond the model, a budget list of the wrong length, a plan of another
+                model, or something else in the place of either argument.
         """
         for name, value, kind in (("config", config, SparseKVConfig), ("shape", shape, ModelShape)):
             if not isinstance(value, kind):
                 raise ConfigError(f"{name} must be a {kind.__name__}: got {shown(value)}")
+        if isinstance(config.plan, BudgetPlan):
+            whole = shape.whole
+            config.plan.check_shape(
+                num_layers=whole.num_layers,
+                num_heads=whole.num_heads,
+                num_kv_heads=whole.num_kv_heads,
+                head_dim=whole.head_dim,
+            )
         full = _full_layers(config, shape.num_layers)
         windows = [i for i in range(shape.num_layers) if i not in full]
         budgets = dict(zip(windows, _window_budgets(config, len(windows)), strict=True))

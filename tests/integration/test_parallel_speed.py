@@ -15,6 +15,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 def test_two_ranks_are_measured_and_compared(tmp_path, monkeypatch, capsys):
     paths = [tmp_path / f"tp{size}.json" for size in (1, 2)]
     for size, path in enumerate(paths, start=1):

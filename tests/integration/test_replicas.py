@@ -84,6 +84,7 @@ def left_beside(output):
     return sorted(p.name for p in output.parent.iterdir() if "part" in p.name or "merging" in p.name)
 
 
+@pytest.mark.slow
 def test_two_replicas_of_two_ranks_give_what_one_process_gives(launch, files, tmp_path):
     alone = tmp_path / "alone.jsonl"
     assert wait_for(launch(1, output=alone)) == [0]
@@ -96,7 +97,7 @@ def test_two_replicas_of_two_ranks_give_what_one_process_gives(launch, files, tm
     assert not left_beside(files[1])
 
 
-@pytest.mark.parametrize("next_size", [1, 3])
+@pytest.mark.parametrize("next_size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_a_killed_replica_had_is_kept_and_the_next_run_goes_on(launch, files, tmp_path, next_size):
     alone = tmp_path / "alone.jsonl"
     assert wait_for(launch(1, output=alone)) == [0]

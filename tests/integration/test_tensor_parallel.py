@@ -59,9 +59,19 @@ def assert_as_on_one(program, found, whole, configs, prompts, options):
     assert all(abs(rank["logits"] - logits).max() < bound for rank in found)
 
 
-def test_two_ranks_give_what_one_gives(program, folder, whole):
-    each = [SPARSE.with_(scorer=name) for name in ("snapkv", "hybrid", "random", "keyformer", "expected_attention")]
-    configs = [config.to_json() for config in (*each, SPARSE.with_(decode="grow"), SPARSE.with_(decode="ring"))]
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [{"scorer": "snapkv"}, {"scorer": "random"}, {"decode": "grow"}],
+        pytest.param(
+            [{"scorer": "hybrid"}, {"scorer": "keyformer"}, {"scorer": "expected_attention"}, {"decode": "ring"}],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["some", "the others"],
+)
+def test_two_ranks_give_what_one_gives(program, folder, whole, changes):
+    configs = [SPARSE.with_(**change).to_json() for change in changes]
     prompts = prompts_of()
     options = program["OPTIONS"]
     # Of each rank: some requests are preempted, on both alike.
@@ -97,6 +107,7 @@ def test_prefixes_and_bounded_prefills_are_the_same_on_two_ranks(program, folder
         assert [[head for part in layer for head in part] for layer in by_layer] == positions
 
 
+@pytest.mark.slow
 @pytest.mark.builtin_model
 def test_three_ranks_share_the_built_in_model(program, builtin_model_path):
     whole = AutoModelForCausalLM.from_pretrained(builtin_model_path, dtype=torch.float32).eval()

@@ -1,0 +1,102 @@
+"""`hf-sparsekv plan --calibrate`: a text in, a plan out, and every mistake one line before anything is measured."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_sparsekv import SparseKVConfig
+from hf_sparsekv.cli.app import main
+from hf_sparsekv.testing.models import tiny_llama
+
+METHOD = ["--num-full-layers", "0", "--scorer", "hybrid"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model whose tokenizer has a word for each number."""
+    path = tmp_path_factory.mktemp("model")
+    tiny_llama(num_layers=2, num_heads=4, num_kv_heads=2).save_pretrained(path)
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 256)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(f"w{3 + i * i % 251}" for i in range(700)))
+    return str(path)
+
+
+def run(capsys, monkeypatch, *arguments):
+    """Exit code, stdout and stderr of one call."""
+    monkeypatch.setattr("sys.argv", ["hf-sparsekv", "plan", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    captured = capsys.readouterr()
+    return caught.value.code or 0, captured.out, captured.err
+
+
+@pytest.mark.parametrize(("size", "unit"), [(["--budget", "80"], "tokens"), (["--compression", "3"], "fraction")])
+def test_a_text_becomes_a_plan_that_configurations_take(folder, text, tmp_path, capsys, monkeypatch, size, unit):
+    out_file = tmp_path / "plan.json"
+    arguments = ["-m", folder, "-l", "200", "--calibrate", text, "-o", str(out_file), *size, *METHOD]
+    code, out, err = run(capsys, monkeypatch, *arguments)
+    assert code == 0, err
+    assert "measured on 2 pieces of 200 tokens, each continued and recited for 64 rows" in out
+    assert "% of dense" in out
+    values = json.loads(out_file.read_text())
+    assert values["unit"] == unit
+    assert values["measured"]["config"]["scorer"] == "hybrid"
+    config = SparseKVConfig(budget_shape="calibrated", plan=out_file)
+    assert len(config.budget) + len(config.full_layers) == 2
+    use = ["-m", folder, "-l", "200", "--set", "budget_shape=calibrated", "--set", f"plan={out_file}"]
+    code, again, _ = run(capsys, monkeypatch, *use)
+    assert code == 0
+    total = next(line for line in out.splitlines() if "total" in line)
+    assert total in again
+    used = int(total.split()[1].replace(",", ""))
+    assert used == values["measured"]["cache_bytes"]
+
+
+def test_json_holds_the_plan_that_was_measured(folder, text, tmp_path, capsys, monkeypatch):
+    arguments = ["-m", folder, "-l", "200", "--calibrate", text, "-o", str(tmp_path / "p.json"), *METHOD]
+    code, out, _ = run(capsys, monkeypatch, *arguments, "--compression", "3", "--json")
+    assert code == 0
+    assert SparseKVConfig.from_dict(json.loads(out)["config"]).budget_shape == "calibrated"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compression", "4"], "--compression has no effect without --calibrate"),
+        (["-o", "x.json"], "--output has no effect without --calibrate"),
+        (["--calibrate", "TEXT"], "--calibrate needs --output"),
+        (["--calibrate", "TEXT", "-o", "nowhere/x.json"], "cannot write nowhere/x.json"),
+        (["--calibrate", "TEXT", "-o", "."], "cannot write ."),
+        (["--calibrate", "nowhere.txt", "-o", "OUT"], "no such file: nowhere.txt"),
+        (["--calibrate", "EMPTY", "-o", "OUT"], "is empty: measuring needs a text"),
+        (["--calibrate", "TEXT", "-o", "OUT", "--compression", "1"], "--compression must be more than 1"),
+        (["--calibrate", "TEXT", "-o", "OUT", "--compression", "nan"], "--compression must be more than 1"),
+        (["--calibrate", "TEXT", "-o", "OUT", "--compression", "4", "--budget", "64"], "not both"),
+        (["--calibrate", "TEXT", "-o", "OUT", "--compression", "50"], "no plan takes"),
+        (["--calibrate", "TEXT", "-o", "OUT", "--budget", "300"], "hold every layer in full"),
+        (["--calibrate", "TEXT", "-o", "OUT", "-l", "2000", "--budget", "64"], "has 700 tokens, 2064 are needed"),
+        (["--calibrate", "TEXT", "-o", "OUT", "-l", "5000"], "more than the 4,096 positions"),
+        (["--calibrate", "TEXT", "-o", "OUT", "-l", "30"], "nothing to evict"),
+        (["--calibrate", "TEXT", "-o", "OUT", "-l", "100", "--budget", "64"], "cannot hold 32 + 64 tokens"),
+    ],
+)
+def test_mistakes_are_one_line(folder, text, tmp_path, capsys, monkeypatch, arguments, message):
+    (tmp_path / "empty.txt").write_text(" \n")
+    places = {"TEXT": text, "OUT": str(tmp_path / "out.json"), "EMPTY": str(tmp_path / "empty.txt")}
+    given = [places.get(argument, argument) for argument in arguments]
+    length = [] if "-l" in given else ["-l", "200"]
+    code, _, err = run(capsys, monkeypatch, "-m", folder, *length, "--num-full-layers", "0", *given)
+    assert code == 2
+    assert message in " ".join(err.split())
+    assert not (tmp_path / "out.json").exists()
