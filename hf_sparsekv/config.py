@@ -6,7 +6,7 @@ A configuration knows no model: which layers exist and what they cost is `hf_spa
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from sys import float_info
 from typing import Any, Self
 
@@ -22,13 +22,14 @@ from hf_sparsekv.option_values import (
     is_number,
     parse_json_object,
 )
+from hf_sparsekv.presets import preset_options
 from hf_sparsekv.scorers import Pooling, Scorer, build_scorer, describe_scorer
 from hf_sparsekv.scorers.base import DECODE_MODES, POOLINGS, REDUCTIONS
 from hf_sparsekv.scorers.checks import MAX_COUNT, check_int
 
 BUDGET_SHAPES = ("uniform", "pyramid", "calibrated")
 PREFILLS = ("exact", "bounded")
-DEFAULT_NUM_FULL_LAYERS = 3
+DEFAULT_NUM_FULL_LAYERS = 0
 DEFAULT_BUDGET = 1024
 DEFAULT_CHUNK_TOKENS = 2048
 
@@ -45,8 +46,11 @@ class SparseKVConfig:
         ConfigError: an unknown, impossible, contradictory or ineffective option.
     """
 
+    preset: InitVar[str | None] = None
+    """"balanced" (what the defaults are), "question-in-window" or "published", see `hf_sparsekv.presets`: options that
+    are not given take the preset's values. It is not stored; the options are."""
     num_full_layers: int | None = None
-    """Layers that keep everything, counted from the bottom; 0 = none. Default 3, unless `full_layers` is given."""
+    """Layers that keep everything, counted from the bottom. Default 0: none, unless `full_layers` is given."""
     full_layers: tuple[int, ...] | None = None
     """The full layers by index, in place of a count."""
     budget: Budget = DEFAULT_BUDGET
@@ -66,14 +70,14 @@ class SparseKVConfig:
     """Last tokens, the current one included, never evicted."""
     observation_window: int = 32
     """Last query rows of a prompt whose attention is scored; at most `num_recent_tokens`."""
-    scorer: str | Scorer = "snapkv"
+    scorer: str | Scorer = "hybrid"
     """Name of a registered scorer, or an object of your own."""
     scorer_options: Mapping[str, Any] = field(default_factory=dict)
     """Hyper-parameters of a named scorer."""
     pooling: str | None = None
     """How scores spread before selection: "avg", "max", "forward" or "none"."""
     pool_kernel_size: int | None = None
-    """Width of the pooling, odd, 1 to 41 (7 for the default scorer)."""
+    """Width of the pooling, odd, 1 to 41 (11 for the default scorer)."""
     row_reduction: str | None = None
     """How the observed rows' weights are reduced: "mean" or "max"."""
     group_reduction: str | None = None
@@ -91,12 +95,19 @@ class SparseKVConfig:
 
     def __new__(cls, *args: object, **options: object) -> Self:
         """Refuse unknown names in the words of `from_dict`: a misspelled option deserves a hint."""
-        check_names(options, [f.name for f in fields(cls)])
-        return super().__new__(cls)
+        check_names(options, cls.option_names())
+        self = super().__new__(cls)
+        object.__setattr__(self, "_given", frozenset(options))
+        return self
 
-    def __post_init__(self) -> None:
-        """Normalise sequences, resolve the scorer, and check every option."""
+    def __post_init__(self, preset: str | None) -> None:
+        """Take the preset, normalise sequences, resolve the scorer, and check every option."""
         set_ = object.__setattr__
+        for name, value in ({} if preset is None else preset_options(preset)).items():
+            instead = {"num_full_layers": "full_layers"}.get(name, name)
+            if not self._given & {name, instead}:  # type: ignore[attr-defined]
+                set_(self, name, value)
+        object.__delattr__(self, "_given")
         if self.full_layers is not None:
             set_(self, "full_layers", int_tuple("full_layers", self.full_layers))
         if is_list(self.budget):
@@ -208,11 +219,16 @@ class SparseKVConfig:
         return _jsonable(values)
 
     @classmethod
+    def option_names(cls) -> list[str]:
+        """What can be given."""
+        return ["preset", *(f.name for f in fields(cls))]
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SparseKVConfig":
         """The inverse of `to_dict`; unknown names raise ConfigError."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"a configuration is a mapping of option names to values: got {shown(values)}")
-        check_names(values, [f.name for f in fields(cls)])
+        check_names(values, cls.option_names())
         return cls(**values)
 
     def to_json(self) -> str:

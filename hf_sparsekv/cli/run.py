@@ -42,6 +42,7 @@ from hf_sparsekv.cli.options import (
     FullLayersOption,
     ModelOption,
     NumFullLayersOption,
+    PresetOption,
     ScorerOption,
     SetOption,
     TrustRemoteCodeOption,
@@ -80,6 +81,7 @@ def run(
     errors: ErrorsOption = None,
     model: ModelOption = DEFAULT_MODEL,
     config: ConfigOption = None,
+    preset: PresetOption = None,
     budget: BudgetOption = None,
     num_full_layers: NumFullLayersOption = None,
     full_layers: FullLayersOption = None,
@@ -106,7 +108,7 @@ def run(
     """Generate for every line of a file, many at once; interrupted or killed, the same command goes on."""
     place = Place.of_environment(tp)
     console = Console(stderr=True, quiet=place.rank > 0)
-    method = build_config(config, budget, num_full_layers, full_layers, scorer, set_)
+    method = build_config(config, preset, budget, num_full_layers, full_layers, scorer, set_)
     options = build_engine_config(kv_memory, max_num_seqs, max_batch_tokens, max_model_len, use_compile=use_compile)
     defaults = sampling_fields(
         temperature,
