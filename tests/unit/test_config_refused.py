@@ -137,7 +137,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("scorer-far", {"scorer": "xyzzy"}, "unknown scorer 'xyzzy': see the list .*snapkv"),
     ("scorer-class", {"scorer": SnapKV}, "pass an object, not the class"),
     ("scorer-none", {"scorer": None}, "scorer must be a name or a Scorer, got None"),
-    ("scorer-option", {"scorer_options": {"value_nrom": True}}, "unknown option 'value_nrom' of scorer 'snapkv'"),
+    ("scorer-option", {"scorer_options": {"value_nrom": True}}, "unknown option 'value_nrom' of scorer 'hybrid'"),
     ("scorer-value", {"scorer": "rkv", "scorer_options": {"weight": 2}}, "weight must be a number"),
     ("scorer-object", {"scorer": SnapKV(), "scorer_options": {"value_norm": True}}, "no effect with a scorer object"),
     ("choice-long", {"pooling": "x" * 5000}, r"unknown pooling 'x{76}\.\.\.: choose"),
