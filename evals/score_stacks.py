@@ -161,3 +161,8 @@ class _StackInputs(ScoreInputs):
         """See `ScoreInputs`."""
         known = self.stack.remembered("diversity")
         return known if known is not None else self.stack.remember("diversity", super().key_diversity())
+
+    def kv_diversity(self) -> Tensor:
+        """See `ScoreInputs`."""
+        known = self.stack.remembered("kv_diversity")
+        return known if known is not None else self.stack.remember("kv_diversity", super().kv_diversity())

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv import ops
+from hf_sparsekv.scorers.diversity import CHUNK_BYTES, sum_of_unlikeness
+from hf_sparsekv.scorers.rotation import rotate
 
 Queries = Literal["none", "last", "all"]
 QUERIES = ("none", "last", "all")
@@ -138,6 +140,27 @@ class ScoreInputs:
         lengths, num_keys = self.lengths, self.keys.shape[2]
         anchor = ops.key_anchor(self.keys, lengths, num_keys)[:, :, None]
         return -torch.nn.functional.cosine_similarity(self.keys.float(), anchor, dim=-1)
+
+    def kv_diversity(self) -> Tensor:
+        """fp32 [B, K, N]: how unlike the others a token's key, without its rotation, and its value are.
+
+        Each is the negative cosine to the mean direction, standardised per head; their sum. Where the model's rotary
+        frequencies are not fixed (`inv_freq` is None), keys are compared as they are.
+        """
+        batch, kv_heads, num_keys, dim = self.keys.shape
+        step = max(1, CHUNK_BYTES // (4 * batch * kv_heads * dim))
+        return sum_of_unlikeness(num_keys, step, self._plain_keys, lambda at: self.values[:, :, at].float())
+
+    def _plain_keys(self, columns: slice) -> Tensor:
+        """fp32 [B, K, n, D]: some keys with the rotation undone, where it is known."""
+        keys = self.keys[:, :, columns].float()
+        if self.inv_freq is None:
+            return keys
+        if self.positions is not None:
+            positions = self.positions[:, :, columns]
+        else:
+            positions = torch.arange(columns.start, columns.stop, device=keys.device)
+        return rotate(keys, positions[..., None] * self.inv_freq.to(keys.device), backwards=True)
 
 
 @dataclass(frozen=True, kw_only=True)

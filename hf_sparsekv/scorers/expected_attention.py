@@ -8,6 +8,7 @@ from torch import Tensor
 from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.scorers.base import ScoreInputs, Scorer
 from hf_sparsekv.scorers.checks import check_flag, check_int
+from hf_sparsekv.scorers.rotation import rotate
 
 MAX_FUTURE = 2**17
 """Positions whose rotations are averaged at once, in fp32."""
@@ -62,7 +63,7 @@ class ExpectedAttention(Scorer):
         keys = inputs.keys.float()
         weights = []
         for group in range(groups):  # one query head of each KV head at a time: no fp32 [H, N, D]
-            plain = _rotate(queries[:, :, group].float(), positions[:, None] * inv_freq, backwards=True)
+            plain = rotate(queries[:, :, group].float(), positions[:, None] * inv_freq, backwards=True)
             mean = plain.mean(dim=2, keepdim=True)
             centred = plain - mean
             covariance = turn @ (centred.transpose(-1, -2) @ centred / num_rows) @ turn.T
@@ -71,13 +72,6 @@ class ExpectedAttention(Scorer):
             weights.append((inputs.scale * linear + inputs.scale**2 / 2 * square).softmax(dim=-1))
         score = torch.stack(weights).mean(dim=0)
         return score * inputs.values.float().norm(dim=-1) if self.value_norm else score
-
-
-def _rotate(x: Tensor, angles: Tensor, *, backwards: bool) -> Tensor:
-    """RoPE in rotate-half layout: pairs (i, i + D/2) turned by `angles` [T, D / 2]."""
-    cos, sin = angles.cos(), angles.sin() * (-1.0 if backwards else 1.0)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def _mean_rotation(angles: Tensor) -> Tensor:

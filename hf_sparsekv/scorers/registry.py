@@ -16,6 +16,7 @@ from hf_sparsekv.scorers.h2o import H2O
 from hf_sparsekv.scorers.hybrid import Hybrid
 from hf_sparsekv.scorers.keydiff import KeyDiff
 from hf_sparsekv.scorers.keyformer import Keyformer
+from hf_sparsekv.scorers.kv_diversity import KVDiversity
 from hf_sparsekv.scorers.random import RandomScorer
 from hf_sparsekv.scorers.rkv import RKV
 from hf_sparsekv.scorers.snapkv import SnapKV
@@ -41,6 +42,7 @@ _registry: dict[str, type[Scorer]] = {
         TOVA,
         StreamingLLM,
         KeyDiff,
+        KVDiversity,
         ExpectedAttention,
         RKV,
         Hybrid,

@@ -18,13 +18,14 @@ BUILT_IN = (
     "hybrid",
     "keydiff",
     "keyformer",
+    "kv_diversity",
     "random",
     "rkv",
     "snapkv",
     "streaming_llm",
     "tova",
 )
-QUESTION_BLIND = ("keydiff", "random", "streaming_llm")
+QUESTION_BLIND = ("keydiff", "kv_diversity", "random", "streaming_llm")
 
 
 def lists(scorer: Scorer, inputs: ScoreInputs) -> list[Tensor]:
@@ -105,7 +106,7 @@ def test_probabilities_are_on_the_scale_that_decoding_adds_to(make_inputs, name,
 def test_scores_on_another_scale_are_declared():
     other = {name for name in BUILT_IN if not build_scorer(name, {}).is_probability}
 
-    assert other == {"expected_attention", "keydiff", "random", "rkv", "streaming_llm"}
+    assert other == {"expected_attention", "keydiff", "kv_diversity", "random", "rkv", "streaming_llm"}
 
 
 def test_a_value_norm_keeps_the_scale_of_a_probability(make_inputs):
@@ -132,7 +133,7 @@ def test_the_key_that_the_last_queries_look_for_ranks_first(make_inputs, name):
     assert (scores.argmax(dim=-1) == 17).all()
 
 
-@pytest.mark.parametrize(("name", "which"), [("keydiff", 0), ("hybrid", 1), ("rkv", 0)])
+@pytest.mark.parametrize(("name", "which"), [("keydiff", 0), ("kv_diversity", 0), ("hybrid", 1), ("rkv", 0)])
 def test_a_key_unlike_all_others_ranks_first(make_inputs, name, which):
     inputs = make_inputs(rows=1, keys=20)
     keys = torch.ones_like(inputs.keys) + 0.1 * inputs.keys

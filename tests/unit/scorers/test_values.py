@@ -1,6 +1,8 @@
 """Every scorer against a computation in fp64, key by key, written here without the package's ops."""
 
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -132,6 +134,38 @@ def test_keydiff_is_the_negative_cosine_to_the_mean_direction(make_inputs, shape
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_positions", [False, True])
+@pytest.mark.parametrize("chunk_bytes", [1, 2**20])
+def test_kv_diversity_sums_standardised_cosines(make_inputs, monkeypatch, shape, has_positions, chunk_bytes):
+    monkeypatch.setattr("hf_sparsekv.scorers.base.CHUNK_BYTES", chunk_bytes)
+    inv_freq = torch.tensor([1.0, 0.3, 0.07, 0.01])
+    inputs = make_inputs(**shape, inv_freq=inv_freq)
+    batch, kv_heads, num_keys, dim = inputs.keys.shape
+    positions = inputs.key_positions()
+    if has_positions:
+        positions = torch.stack([torch.randperm(90)[:num_keys] for _ in range(batch * kv_heads)])
+        inputs = replace(inputs, positions=positions.view(batch, kv_heads, num_keys), num_seen=90)
+        positions = inputs.positions
+    plain = torch.zeros(batch, kv_heads, num_keys, dim, dtype=torch.float64)
+    for b, k, n in itertools.product(range(batch), range(kv_heads), range(num_keys)):
+        plain[b, k, n] = rotate(inputs.keys[b, k, n], -int(positions[b, k, n]), inv_freq)
+
+    parts = [negative_cosine(plain), negative_cosine(inputs.values)]
+    expected = sum((part - part.mean(-1, keepdim=True)) / part.std(-1, correction=0, keepdim=True) for part in parts)
+
+    if num_keys > 1:
+        torch.testing.assert_close(scores("kv_diversity", inputs).double(), expected, rtol=1e-3, atol=1e-4)
+    assert torch.isfinite(scores("kv_diversity", inputs)).all()
+
+
+def test_kv_diversity_does_without_frequencies(make_inputs):
+    inputs = replace(make_inputs(), inv_freq=None)
+    still = replace(inputs, inv_freq=torch.zeros(4))
+
+    torch.testing.assert_close(scores("kv_diversity", inputs), scores("kv_diversity", still))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_streaming_llm_scores_by_position(make_inputs, shape):
     inputs = make_inputs(**shape)
     num_keys = inputs.keys.shape[2]
@@ -223,7 +257,10 @@ def test_hybrid_gives_both_lists(make_inputs, shape, value_norm):
 
     assert isinstance(result, TwoLists)
     assert_close(result.primary, expected * relative_norm(inputs.values) if value_norm else expected)
-    assert_close(result.secondary, negative_cosine(inputs.keys))
+    assert_close(result.secondary, scores("kv_diversity", inputs).double())
+    keys = build_scorer("hybrid", {"diversity": "keys"}).score(inputs)
+    assert isinstance(keys, TwoLists)
+    assert_close(keys.secondary, negative_cosine(inputs.keys))
     assert (result.share, result.secondary_pooling, result.secondary_width) == (0.4, "avg", 5)
 
 
@@ -232,4 +269,9 @@ def test_hybrid_defaults_are_those_of_the_study():
 
     assert scorer.default_row_reduction == "max"
     assert (scorer.default_pooling.kind, scorer.default_pooling.width) == ("forward", 11)
-    assert vars(scorer) == {"share": 0.25, "value_norm": False, "diversity_width": 7}
+    assert vars(scorer) == {
+        "share": 0.25,
+        "value_norm": False,
+        "diversity": "keys_and_values",
+        "diversity_width": 7,
+    }
