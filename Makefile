@@ -53,14 +53,20 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 # Every method at every ratio, and the published layers and budgets; interrupted, the same command goes on.
-EVAL_OUT ?= evals/results/comparison
-EVAL_LENGTHS ?= 1024,2048
-EVAL_SEEDS ?= 1,3,5,7
+EVAL_DIR ?= evals/results
 EVAL_ARGS ?=
+compare = $(BIN)/hf-sparsekv eval --method all --compression 2,4,10 --dtype bfloat16 $(EVAL_ARGS) \
+  --out $(EVAL_DIR)/comparison_$(1).jsonl --json $(EVAL_DIR)/comparison_$(1).json
 eval: setup
-	$(BIN)/hf-sparsekv eval --tasks all --method all,published --compression 2,4,10 \
-	  --lengths $(EVAL_LENGTHS) --seeds $(EVAL_SEEDS) \
-	  --out $(EVAL_OUT).jsonl --json $(EVAL_OUT).json $(EVAL_ARGS)
+	$(BIN)/hf-sparsekv fetch --quiet
+	$(call compare,retrieval) --tasks needle,multi_key,key_value --lengths 1024 --seeds 1,3,5
+	$(call compare,words) --tasks document_qa,cloze --lengths 512 --seeds 1,3,5,7,9,11,13,15,17,19
+	$(call compare,long_answers) --tasks needle_long,copy --lengths 1024 --seeds 1,3
+	$(call compare,perplexity) --tasks perplexity --lengths 2048 --seeds 1,3,5,7,9,11
+	$(call compare,needle_2k) --tasks needle --lengths 2048 --seeds 1
+	$(call compare,mmlu) --tasks mmlu --suite offline --lengths 1024 --limit 30
+	$(BIN)/hf-sparsekv eval --method published --tasks needle,perplexity --lengths 2048 --seeds 1,3,5 --dtype bfloat16 $(EVAL_ARGS) \
+	  --out $(EVAL_DIR)/published_layers.jsonl --json $(EVAL_DIR)/published_layers.json
 	$(BIN)/python -m evals.tables
 
 # The same path in miniature: no figure of it says anything.

@@ -30,10 +30,12 @@ PEERS: dict[str, dict[str, Any]] = {
     "rkv": _EVEN | {"scorer": "rkv"},
 }
 OURS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "hybrid": _EVEN | {"scorer": "hybrid"},
+    "balanced": {"preset": "balanced"},
+    "question-in-window": {"preset": "question-in-window"},
+    "kv_diversity": _EVEN | {"scorer": "kv_diversity"},
+    "original": {"preset": "published"},
 }
-"""`SparseKVConfig` as it is, and what else we would choose; a preset is one more entry."""
+"""The presets (the defaults are the first one), and what is new in them alone."""
 METHODS = PEERS | OURS
 """Options by the name of the method."""
 ALL, PUBLISHED = "all", "published"

@@ -1,6 +1,6 @@
 """Offline tasks through several caches, the same samples for each, paired with the dense cache's results.
 
-A document is read once for all caches, see `evals.shared_prefill`.
+A document is read once for all caches, see `evals.shared_prefill`; with `prefill="bounded"` once for each.
 
     python -m evals.run_tasks --tasks needle,perplexity --lengths 1024 --out needle.jsonl --json needle.json
         --config snapkv-4x:num_full_layers=0,budget=0.25
@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -26,11 +27,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import hf_sparsekv as skv
 from evals.model_args import split_options
 from evals.sample_groups import outcomes_of
+from evals.scoring import SparseScorer
 from evals.shared_prefill import SharedPrefill
 from evals.tasks.catalog import TASKS, samples_of
 from evals.tasks.essay import AUTO, SOURCES, EssayTokens, load_essay
 from evals.tasks.lines import SampleLines
-from evals.tasks.measure import HELD_BACK_TOKENS
+from evals.tasks.measure import HELD_BACK_TOKENS, context_of
 from evals.tasks.provenance import commit, model_facts, versions
 from evals.tasks.samples import HALVES, MODES, NO_CONTEXT, Sample
 from evals.tasks.summary import DENSE, Results, rows
@@ -92,14 +94,15 @@ def run(
     Returns:
         JSON-able: versions, commit, model, configurations and `rows`, see `evals.tasks.summary`.
     Raises:
-        InputError: samples that are too long for the model, or a file of other results.
+        InputError: samples that are too long for the model or for a bounded prefill, or a file of other results.
     """
     check_lengths(model.config, samples)
+    _check_chunks(samples, configs)
     facts = {"format": FORMAT, "model": model_facts(model, model_name), "held_back_tokens": HELD_BACK_TOKENS}
     facts |= {"versions": versions()}
-    prefill = SharedPrefill(model, {DENSE: dense_config(model), **configs})
+    configs = {DENSE: dense_config(model), **configs}
     with SampleLines(out, facts) as lines:
-        results = _measured(samples, prefill, lines, has_progress=has_progress)
+        results = _measured(model, samples, configs, lines, has_progress=has_progress)
     return facts | {
         "kind": "tasks",
         "commit": commit(),
@@ -107,19 +110,32 @@ def run(
         "essay": dict(essay),
         "configs": {
             name: {"config": config.to_dict(must_be_registered=False), "in_force": config.effective()}
-            for name, config in prefill.configs.items()
+            for name, config in configs.items()
         },
         "seconds": sum(line["seconds"] for line in results.values()),
-        "rows": rows(samples, results, prefill.configs),
+        "rows": rows(samples, results, configs),
     }
 
 
-def _measured(samples: Sequence[Sample], prefill: SharedPrefill, lines: SampleLines, *, has_progress: bool) -> Results:
+def _measured(
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    configs: Mapping[str, skv.SparseKVConfig],
+    lines: SampleLines,
+    *,
+    has_progress: bool,
+) -> Results:
     """The results of all samples with all configurations: those that are there, then the missing ones."""
+    scorers = {
+        name: SparseScorer(model, config, softmax_dtype=torch.float32)
+        for name, config in configs.items()
+        if config.chunk_tokens is not None
+    }
+    prefill = SharedPrefill(model, {name: config for name, config in configs.items() if name not in scorers})
     wanted = {
         (name, sample.id): _made_of(sample, config)
         for sample in samples
-        for name, config in prefill.configs.items()
+        for name, config in configs.items()
         if name == DENSE or sample.mode != NO_CONTEXT
     }
     todo = [key for key, made_of in wanted.items() if not lines.holds("|".join(key), made_of)]
@@ -129,7 +145,7 @@ def _measured(samples: Sequence[Sample], prefill: SharedPrefill, lines: SampleLi
     missing = [sample for sample in samples if sample.id in names]
     now = commit()
     with tqdm(total=len(wanted), initial=len(wanted) - len(todo), disable=not has_progress, desc="Samples") as bar:
-        for sample, outcomes in outcomes_of(prefill, missing, names):
+        for sample, outcomes in outcomes_of(prefill, missing, names, scorers):
             for name, outcome in outcomes.items():
                 line: dict[str, Any] = {"config": name, "task": sample.task, "mode": sample.mode, "half": sample.half}
                 line |= {"seed": sample.seed, "budget_tokens": sample.budget_tokens, "num_tokens": sample.num_tokens}
@@ -157,6 +173,25 @@ def check_lengths(config: PreTrainedConfig, samples: Sequence[Sample]) -> None:
         raise InputError(
             f"{longest.task} has samples of {longest.num_tokens} tokens, the model takes {limit}: give --lengths"
         )
+
+
+def _check_chunks(samples: Sequence[Sample], configs: Mapping[str, skv.SparseKVConfig]) -> None:
+    """Refuse a bounded prefill that would select within what is scored, which is read in one piece.
+
+    Raises:
+        InputError: names the configuration, the task, the length and the limit.
+    """
+    fed: dict[str, int] = {}
+    for sample in samples:
+        context = context_of(sample)
+        fed[sample.task] = max(fed.get(sample.task, 0), len(context.tail) + max(map(len, context.continuations)) - 1)
+    task, longest = max(fed.items(), key=lambda entry: entry[1])
+    for name, config in configs.items():
+        if config.chunk_tokens is not None and longest > config.chunk_tokens:
+            raise InputError(
+                f"{task} scores {longest} tokens behind a prompt, but configuration {name!r} selects after every "
+                f"{config.chunk_tokens}: raise its prefill_chunk_tokens to {longest}, or leave the task out"
+            )
 
 
 def _parser() -> argparse.ArgumentParser:

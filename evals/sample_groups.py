@@ -1,16 +1,20 @@
-"""Samples of one document through all configurations, the document read once."""
+"""Samples of one document through all configurations, the document read once where all can share that."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from evals.scoring import SparseScorer
 from evals.shared_prefill import ReadPrompt, SharedPrefill
-from evals.tasks.measure import context_of, judged
+from evals.tasks.measure import context_of, judged, outcome
 from evals.tasks.samples import Sample, Tokens
 
 
 def outcomes_of(
-    prefill: SharedPrefill, samples: Sequence[Sample], names: Mapping[str, Sequence[str]]
+    prefill: SharedPrefill,
+    samples: Sequence[Sample],
+    names: Mapping[str, Sequence[str]],
+    scorers: Mapping[str, SparseScorer],
 ) -> Iterator[tuple[Sample, dict[str, dict[str, Any]]]]:
     """What `judged` says of each sample by configuration, and its share of the seconds.
 
@@ -18,9 +22,10 @@ def outcomes_of(
     compresses beside it, so that a result does not depend on which other samples are measured.
 
     Args:
-        prefill: with all configurations.
+        prefill: with the configurations that share a prefill.
         samples: each once.
         names: of the configurations that are wanted, by sample id.
+        scorers: by name, for the configurations that read every prompt themselves.
     """
     groups: dict[Tokens, list[Sample]] = {}
     for sample in samples:
@@ -28,12 +33,18 @@ def outcomes_of(
     for group in groups.values():
         prompts = _Prompts(prefill)
         for sample in group:
-            start, context = time.perf_counter(), context_of(sample)
-            prompt = prompts.of(context.head, sample.document)
-            results = prompt.score(context.tail, context.continuations, names[sample.id])
-            outcomes = {name: judged(sample, result) for name, result in results.items()}
-            seconds = (time.perf_counter() - start) / len(outcomes)
-            yield sample, {name: outcome | {"seconds": seconds} for name, outcome in outcomes.items()}
+            shared = [name for name in names[sample.id] if name not in scorers]
+            outcomes = _shared_outcomes(prompts, sample, shared) if shared else {}
+            yield sample, outcomes | {n: outcome(scorers[n], sample) for n in names[sample.id] if n in scorers}
+
+
+def _shared_outcomes(prompts: "_Prompts", sample: Sample, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    start, context = time.perf_counter(), context_of(sample)
+    prompt = prompts.of(context.head, sample.document)
+    results = prompt.score(context.tail, context.continuations, names)
+    outcomes = {name: judged(sample, result) for name, result in results.items()}
+    seconds = (time.perf_counter() - start) / len(outcomes)
+    return {name: judgement | {"seconds": seconds} for name, judgement in outcomes.items()}
 
 
 class _Prompts:

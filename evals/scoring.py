@@ -176,7 +176,12 @@ class SparseScorer:
             positions = torch.arange(width, device=ids.device) - num_padding[:, None]
             padding = {"attention_mask": (positions >= 0).long(), "position_ids": positions.clamp_min(0)}
         cache = SparseKVCache(self.model.config, self.config, prompt_length=width)
-        return cache, self._forward(ids, cache, logits_to_keep=1, **padding)[:, -1]
+        step = self.config.chunk_tokens or width
+        for start in range(0, width, step):
+            end = min(start + step, width)
+            some = {name: t[:, :end] if name == "attention_mask" else t[:, start:end] for name, t in padding.items()}
+            logits_BTV = self._forward(ids[:, start:end], cache, logits_to_keep=1, **some)
+        return cache, logits_BTV[:, -1]
 
     def _read_rows(
         self, fork: SparseKVCache, contexts: Sequence[Context], rows: list[_Row], first_BV: Tensor

@@ -1,9 +1,9 @@
 """One prefill of a document for every configuration: what each keeps of it, and how well it goes on from there.
 
 A window layer selects after it has attended, so keys, values and queries of a prompt are the dense model's, whatever
-the configuration. A prompt is therefore read once; the configurations then differ in an index of kept tokens, and all
-of them are scored in one forward pass, as forks of the prompt (see `evals.forks`). The scores are those of
-`SparseScorer`, up to rounding. A study:
+the configuration, unless its prefill is bounded. A prompt is therefore read once; the configurations then differ in an
+index of kept tokens, and all of them are scored in one forward pass, as forks of the prompt (see `evals.forks`). The
+scores are those of `SparseScorer`, up to rounding. A study:
 
     prefill = SharedPrefill(model, configs)                     # by name, the dense cache among them
     document = prefill.read(sample.document)
@@ -31,7 +31,7 @@ from evals.selections import Selections, num_rows
 from evals.token_tree import ROOT, TokenTree
 from hf_sparsekv.cache.layer import WindowLayer
 from hf_sparsekv.config import SparseKVConfig
-from hf_sparsekv.errors import InputError, shown
+from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.hf.cache_adapter import SparseKVCache
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 from hf_sparsekv.hf.models import rope_inv_freq
@@ -62,8 +62,15 @@ class SharedPrefill:
             pass_bytes: what the logits of one pass may take; more forks than that fit are scored in several passes.
         Raises:
             ModelError: a model that a sparse cache does not support.
-            ConfigError: a configuration that does not fit the model.
+            ConfigError: a configuration that does not fit the model, or whose prefill is bounded: it goes on from what
+                it has kept, so that the prompt's keys and values are its own.
         """
+        for name, config in configs.items():
+            if config.chunk_tokens is not None:
+                raise ConfigError(
+                    f"configuration {name!r} has prefill='bounded', which shares no prefill with others: score it with "
+                    "SparseScorer"
+                )
         self.model, self.configs = model, dict(configs)
         self.plans = {name: SparseKVCache(model.config, config).plan for name, config in self.configs.items()}
         self.softmax_dtype, self.pass_bytes = softmax_dtype, pass_bytes

@@ -5,43 +5,35 @@ A configuration knows no model: which layers exist and what they cost is `hf_spa
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field, fields, replace
 from sys import float_info
-from typing import Any, Self, TypeGuard
+from typing import Any, Self
 
 from hf_sparsekv.budget_plan import BudgetPlan
 from hf_sparsekv.errors import ConfigError, shown
 from hf_sparsekv.ops.reference.select import MAX_POOL_WIDTH
+from hf_sparsekv.option_values import (
+    FrozenOptions,
+    check_choice,
+    check_names,
+    int_tuple,
+    is_list,
+    is_number,
+    parse_json_object,
+)
+from hf_sparsekv.presets import preset_options
 from hf_sparsekv.scorers import Pooling, Scorer, build_scorer, describe_scorer
 from hf_sparsekv.scorers.base import DECODE_MODES, POOLINGS, REDUCTIONS
 from hf_sparsekv.scorers.checks import MAX_COUNT, check_int
 
 BUDGET_SHAPES = ("uniform", "pyramid", "calibrated")
-DEFAULT_NUM_FULL_LAYERS = 3
+PREFILLS = ("exact", "bounded")
+DEFAULT_NUM_FULL_LAYERS = 0
 DEFAULT_BUDGET = 1024
+DEFAULT_CHUNK_TOKENS = 2048
 
 Budget = int | float | tuple[int | float, ...]
-
-
-class FrozenOptions(Mapping[str, Any]):
-    """A scorer's options, which nobody can change: they were checked."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = dict(values)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        return repr(self._values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +46,11 @@ class SparseKVConfig:
         ConfigError: an unknown, impossible, contradictory or ineffective option.
     """
 
+    preset: InitVar[str | None] = None
+    """"balanced" (what the defaults are), "question-in-window" or "published", see `hf_sparsekv.presets`: options that
+    are not given take the preset's values. It is not stored; the options are."""
     num_full_layers: int | None = None
-    """Layers that keep everything, counted from the bottom; 0 = none. Default 3, unless `full_layers` is given."""
+    """Layers that keep everything, counted from the bottom. Default 0: none, unless `full_layers` is given."""
     full_layers: tuple[int, ...] | None = None
     """The full layers by index, in place of a count."""
     budget: Budget = DEFAULT_BUDGET
@@ -75,14 +70,14 @@ class SparseKVConfig:
     """Last tokens, the current one included, never evicted."""
     observation_window: int = 32
     """Last query rows of a prompt whose attention is scored; at most `num_recent_tokens`."""
-    scorer: str | Scorer = "snapkv"
+    scorer: str | Scorer = "hybrid"
     """Name of a registered scorer, or an object of your own."""
     scorer_options: Mapping[str, Any] = field(default_factory=dict)
     """Hyper-parameters of a named scorer."""
     pooling: str | None = None
     """How scores spread before selection: "avg", "max", "forward" or "none"."""
     pool_kernel_size: int | None = None
-    """Width of the pooling, odd, 1 to 41 (7 for the default scorer)."""
+    """Width of the pooling, odd, 1 to 41 (11 for the default scorer)."""
     row_reduction: str | None = None
     """How the observed rows' weights are reduced: "mean" or "max"."""
     group_reduction: str | None = None
@@ -92,18 +87,30 @@ class SparseKVConfig:
     prompt's selection stays; "grow": nothing is evicted after the prompt. Default: the scorer's (replace_lowest)."""
     decay: float | None = None
     """Weight of the old score in each decode step, in [0, 1]. Default 1 - 1 / observation_window."""
+    prefill: str = "exact"
+    """"exact": a window layer selects once, at the prompt's end; "bounded": after every `prefill_chunk_tokens`, so that
+    it never holds more than its budget and a chunk: an approximation, what one chunk loses no later one sees."""
+    prefill_chunk_tokens: int | None = None
+    """Tokens of a prompt between two selections when `prefill` is "bounded". Default 2048."""
 
     def __new__(cls, *args: object, **options: object) -> Self:
         """Refuse unknown names in the words of `from_dict`: a misspelled option deserves a hint."""
-        _check_names(options, [f.name for f in fields(cls)])
-        return super().__new__(cls)
+        check_names(options, cls.option_names())
+        self = super().__new__(cls)
+        object.__setattr__(self, "_given", frozenset(options))
+        return self
 
-    def __post_init__(self) -> None:
-        """Normalise sequences, resolve the scorer, and check every option."""
+    def __post_init__(self, preset: str | None) -> None:
+        """Take the preset, normalise sequences, resolve the scorer, and check every option."""
         set_ = object.__setattr__
+        for name, value in ({} if preset is None else preset_options(preset)).items():
+            instead = {"num_full_layers": "full_layers"}.get(name, name)
+            if not self._given & {name, instead}:  # type: ignore[attr-defined]
+                set_(self, name, value)
+        object.__delattr__(self, "_given")
         if self.full_layers is not None:
-            set_(self, "full_layers", _int_tuple("full_layers", self.full_layers))
-        if _is_list(self.budget):
+            set_(self, "full_layers", int_tuple("full_layers", self.full_layers))
+        if is_list(self.budget):
             set_(self, "budget", tuple(self.budget))
         if not isinstance(self.scorer_options, Mapping):
             raise ConfigError(f"scorer_options must be a mapping of names to values: got {shown(self.scorer_options)}")
@@ -115,6 +122,7 @@ class SparseKVConfig:
         self._check_budget()
         self._check_scoring()
         self._check_decode()
+        self._check_prefill()
 
     def __hash__(self) -> int:
         """By every option but the scorer's, which may hold anything."""
@@ -162,6 +170,13 @@ class SparseKVConfig:
         return decay, 1.0 - decay if scorer.decode_gain is None else scorer.decode_gain
 
     @property
+    def chunk_tokens(self) -> int | None:
+        """Tokens of a prompt between two selections; None = it selects once, at its end."""
+        if self.prefill == "exact":
+            return None
+        return DEFAULT_CHUNK_TOKENS if self.prefill_chunk_tokens is None else self.prefill_chunk_tokens
+
+    @property
     def num_protected(self) -> int:
         """Sinks and recent tokens together: the smallest possible budget."""
         return self.num_sink_tokens + self.num_recent_tokens
@@ -199,15 +214,21 @@ class SparseKVConfig:
             "decode": self.decode_mode,
             "decay": decay if self.decode_mode == "replace_lowest" else None,
             "gain": gain if self.decode_mode == "replace_lowest" else None,
+            "prefill_chunk_tokens": self.chunk_tokens,
         }
         return _jsonable(values)
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """What can be given."""
+        return ["preset", *(f.name for f in fields(cls))]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SparseKVConfig":
         """The inverse of `to_dict`; unknown names raise ConfigError."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"a configuration is a mapping of option names to values: got {shown(values)}")
-        _check_names(values, [f.name for f in fields(cls)])
+        check_names(values, cls.option_names())
         return cls(**values)
 
     def to_json(self) -> str:
@@ -227,7 +248,7 @@ class SparseKVConfig:
 
     def _take_plan(self) -> None:
         """Read the plan, and let its layers and budgets be this configuration's."""
-        _check_choice("budget_shape", self.budget_shape, BUDGET_SHAPES, is_optional=False)
+        check_choice("budget_shape", self.budget_shape, BUDGET_SHAPES, is_optional=False)
         if self.plan is None and self.budget_shape == "calibrated":
             raise ConfigError("budget_shape='calibrated' needs plan=, a file that hf-sparsekv plan --calibrate writes")
         if self.plan is None:
@@ -274,7 +295,7 @@ class SparseKVConfig:
                 raise ConfigError(
                     f"pyramid_beta={shown(self.pyramid_beta)} has no effect with budget_shape={self.budget_shape!r}"
                 )
-            if not _is_number(self.pyramid_beta) or not 1 <= self.pyramid_beta <= float_info.max:
+            if not is_number(self.pyramid_beta) or not 1 <= self.pyramid_beta <= float_info.max:
                 raise ConfigError(f"pyramid_beta must be a finite number >= 1: got {shown(self.pyramid_beta)}")
         budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
         if isinstance(self.budget, tuple):
@@ -308,9 +329,9 @@ class SparseKVConfig:
             )
 
     def _check_scoring(self) -> None:
-        _check_choice("pooling", self.pooling, POOLINGS)
-        _check_choice("row_reduction", self.row_reduction, REDUCTIONS)
-        _check_choice("group_reduction", self.group_reduction, REDUCTIONS)
+        check_choice("pooling", self.pooling, POOLINGS)
+        check_choice("row_reduction", self.row_reduction, REDUCTIONS)
+        check_choice("group_reduction", self.group_reduction, REDUCTIONS)
         scorer = self.scorer_object
         if self.row_reduction is not None and not scorer.uses_row_reduction:
             raise ConfigError(f"row_reduction={self.row_reduction!r} has no effect with scorer {scorer.name!r}")
@@ -325,29 +346,35 @@ class SparseKVConfig:
                 raise ConfigError(f"pool_kernel_size={width} has no effect with pooling='none'")
 
     def _check_decode(self) -> None:
-        _check_choice("decode", self.decode, DECODE_MODES)
+        check_choice("decode", self.decode, DECODE_MODES)
         if self.decay is not None:
-            if not _is_number(self.decay) or not 0.0 <= self.decay <= 1.0:
+            if not is_number(self.decay) or not 0.0 <= self.decay <= 1.0:
                 raise ConfigError(f"decay must be a number in [0, 1]: got {shown(self.decay)}")
             if self.decode_mode != "replace_lowest":
                 raise ConfigError(f"decay={self.decay} has no effect with decode={self.decode_mode!r}")
 
-
-def parse_json_object(text: str | bytes, what: str) -> dict[str, Any]:
-    """The JSON object that a text holds; a byte order mark before it is no part of it.
-
-    Raises:
-        ConfigError: no text, no JSON, or JSON of another kind; `what` says what was looked for.
-    """
-    if not isinstance(text, (str, bytes)):
-        raise ConfigError(f"not {what}: JSON text is needed, got {shown(text)}")
-    try:
-        values = json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
-    except (ValueError, RecursionError) as error:  # no UTF-8, an endless number, brackets in brackets in brackets
-        raise ConfigError(f"not {what}: invalid JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"not {what}: a JSON object is needed, got {type(values).__name__}")
-    return values
+    def _check_prefill(self) -> None:
+        check_choice("prefill", self.prefill, PREFILLS, is_optional=False)
+        if self.prefill == "exact":
+            if self.prefill_chunk_tokens is not None:
+                raise ConfigError(
+                    f"prefill_chunk_tokens={shown(self.prefill_chunk_tokens)} has no effect with prefill='exact'"
+                )
+            return
+        budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
+        fractions = [budget for budget in budgets if isinstance(budget, float)]
+        if fractions:
+            raise ConfigError(
+                f"prefill='bounded' selects before the prompt's length is known, so budget={fractions[0]} is a "
+                "fraction of nothing yet: give whole tokens as an int"
+            )
+        if self.prefill_chunk_tokens is not None:
+            check_int("prefill_chunk_tokens", self.prefill_chunk_tokens, at_least=1)
+            if self.prefill_chunk_tokens < self.observation_window:
+                raise ConfigError(
+                    f"prefill_chunk_tokens={self.prefill_chunk_tokens} is smaller than observation_window="
+                    f"{self.observation_window}: raise it to at least {self.observation_window}"
+                )
 
 
 def _jsonable(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -356,36 +383,3 @@ def _jsonable(values: Mapping[str, Any]) -> dict[str, Any]:
         name: list(v) if isinstance(v, tuple) else v.to_dict() if isinstance(v, BudgetPlan) else v
         for name, v in values.items()
     }
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Whether a value is a sequence of things, not of characters."""
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...], *, is_optional: bool = True) -> None:
-    if value is None and is_optional:
-        return
-    if not isinstance(value, str) or value not in choices:  # an array compares with each of them
-        raise ConfigError(f"unknown {name} {shown(value)}: choose one of {', '.join(choices)}")
-
-
-def _check_names(values: Mapping[str, object], known: list[str]) -> None:
-    for name in values:
-        if name not in known:
-            close = get_close_matches(name, known, n=1) if isinstance(name, str) else None
-            hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(known)}"
-            raise ConfigError(f"unknown option {shown(name)}: {hint}")
-
-
-def _int_tuple(name: str, values: object) -> tuple[int, ...]:
-    if not _is_list(values):
-        raise ConfigError(f"{name} must be a list of layer indices: got {shown(values)}")
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_COUNT:
-            raise ConfigError(f"{name} must hold ints, at most {MAX_COUNT}: got {shown(value)}")
-    return tuple(values)

@@ -16,6 +16,7 @@ from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.hf.cache_adapter import SparseKVCache
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 from hf_sparsekv.hf.models import check_model, text_config
+from hf_sparsekv.hf.shared_choice import shared_choice
 from hf_sparsekv.hf.switch import sparse_attention
 from hf_sparsekv.model_inputs import model_inputs
 from hf_sparsekv.scorers.checks import check_int
@@ -80,6 +81,19 @@ def generate(
     inputs = _with_mask(inputs, options)
     batch = model_inputs(inputs, tokenizer, text_config(model.config).vocab_size)
     batch = {name: value.to(model.device) for name, value in batch.items()}
+    with shared_choice(model, batch, options) as (batch, options):
+        return _generate(model, batch, config, tokenizer, cache, options)
+
+
+def _generate(
+    model: PreTrainedModel,
+    batch: dict[str, Tensor],
+    config: SparseKVConfig | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    cache: SparseKVCache | None,
+    options: Mapping[str, Any],
+) -> GenerateOutput:
+    """`generate`, once its arguments are checked."""
     prompt_length = batch["input_ids"].shape[1]
     _check_length(model, prompt_length, options)
     if cache is None:
@@ -89,6 +103,8 @@ def generate(
             f"the cache has seen {cache.get_seq_length()} tokens, the inputs have {prompt_length}: pass the whole "
             "conversation, the new turn at its end"
         )
+    if cache.config.chunk_tokens is not None and _in_force("prefill_chunk_size", model, options) is None:
+        options = {**options, "prefill_chunk_size": cache.config.chunk_tokens}
     batch = _padded_on_the_left(batch, int(cache.get_seq_length()))
     cache.expect_prompt(prompt_length - int(cache.get_seq_length()))
     start = time.perf_counter()

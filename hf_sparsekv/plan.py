@@ -6,13 +6,14 @@ blocks, see `column_capacity`.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any, Self
 
 from hf_sparsekv.budget_plan import BudgetPlan
-from hf_sparsekv.config import SparseKVConfig, parse_json_object
+from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ConfigError, shown
+from hf_sparsekv.option_values import parse_json_object
 from hf_sparsekv.scorers.checks import MAX_COUNT, check_flag, check_int
 
 FULL_LAYER_BLOCK = 64
@@ -36,6 +37,8 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    num_ranks: int = 1
+    """That share the heads of the model, of which these are one rank's."""
 
     def __post_init__(self) -> None:
         """Every number must be positive, and the heads must divide."""
@@ -44,6 +47,18 @@ class ModelShape:
                 raise ConfigError(f"{name} must be a positive int, at most {MAX_COUNT}: got {shown(value)}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+
+    def split(self, num_ranks: int) -> "ModelShape":
+        """The part of one of several ranks that share the heads; `num_ranks` divides the KV heads."""
+        assert self.num_kv_heads % num_ranks == 0, f"{self.num_kv_heads} KV heads for {num_ranks} ranks"
+        heads, kv_heads = self.num_heads // num_ranks, self.num_kv_heads // num_ranks
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, num_ranks=self.num_ranks * num_ranks)
+
+    @property
+    def whole(self) -> "ModelShape":
+        """Of the model that this is one rank's part of."""
+        heads, kv_heads = self.num_heads * self.num_ranks, self.num_kv_heads * self.num_ranks
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, num_ranks=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +103,14 @@ class LayerPlan:
     layers: tuple[LayerSpec, ...]
     grows: bool = False
     """Whether window layers keep every token after the prompt (decode="grow")."""
+    chunk_tokens: int | None = None
+    """Tokens of a prompt after which a window layer selects (prefill="bounded"); None = at the prompt's end only."""
 
     def __post_init__(self) -> None:
         """There must be one entry for each layer of the model, in order."""
         check_flag("grows", self.grows)
+        if self.chunk_tokens is not None:
+            check_int("chunk_tokens", self.chunk_tokens, at_least=1)
         if [spec.layer_idx for spec in self.layers] != list(range(self.shape.num_layers)):
             raise ConfigError(
                 f"a plan lists the layers 0 to {self.shape.num_layers - 1}, each once and in order: got "
@@ -110,7 +129,13 @@ class LayerPlan:
             if not isinstance(value, kind):
                 raise ConfigError(f"{name} must be a {kind.__name__}: got {shown(value)}")
         if isinstance(config.plan, BudgetPlan):
-            config.plan.check_shape(**asdict(shape))
+            whole = shape.whole
+            config.plan.check_shape(
+                num_layers=whole.num_layers,
+                num_heads=whole.num_heads,
+                num_kv_heads=whole.num_kv_heads,
+                head_dim=whole.head_dim,
+            )
         full = _full_layers(config, shape.num_layers)
         windows = [i for i in range(shape.num_layers) if i not in full]
         budgets = dict(zip(windows, _window_budgets(config, len(windows)), strict=True))
@@ -118,7 +143,17 @@ class LayerPlan:
             LayerSpec(layer_idx=i, is_full=i in full, budget=budgets.get(i), num_protected=config.num_protected)
             for i in range(shape.num_layers)
         )
-        return cls(shape=shape, layers=layers, grows=config.decode_mode == "grow")
+        grows = config.decode_mode == "grow"
+        return cls(shape=shape, layers=layers, grows=grows, chunk_tokens=config.chunk_tokens if windows else None)
+
+    def prefill_tokens(self, layer_idx: int, prompt_length: int) -> int:
+        """The most tokens that a layer holds at a time while a prompt is read, in chunks if it is bounded."""
+        spec, chunk = self.layers[layer_idx], self.chunk_tokens
+        if spec.is_full or chunk is None or prompt_length <= chunk:
+            return prompt_length
+        before_last = (prompt_length - 1) // chunk * chunk  # of the last two chunks the first may be the longer one
+        kept = [min(seen, spec.kept_tokens(prompt_length)) for seen in (before_last - chunk, before_last)]
+        return max(kept[0] + chunk, kept[1] + prompt_length - before_last)
 
     @property
     def num_full_layers(self) -> int:
@@ -224,7 +259,8 @@ class LayerPlan:
         try:
             shape = ModelShape(**values["shape"])
             layers = tuple(LayerSpec(**layer) for layer in values["layers"])
-            return cls(shape=shape, layers=layers, grows=values["grows"])
+            chunk_tokens = values.get("chunk_tokens")
+            return cls(shape=shape, layers=layers, grows=values["grows"], chunk_tokens=chunk_tokens)
         except (KeyError, TypeError, ConfigError) as error:
             raise ConfigError(f"not a layer plan: {error}") from error
 

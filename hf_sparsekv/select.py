@@ -3,7 +3,7 @@
 Tensors only: no cache, request or model is known here. Shapes: B request, K KV head, N candidate, C kept slot.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from hf_sparsekv import ops
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ScoreError
 from hf_sparsekv.ops.reference.select import MAX_POOL_WIDTH
-from hf_sparsekv.scorers import TwoLists
+from hf_sparsekv.scorers import Scorer, TwoLists
 from hf_sparsekv.scorers.base import POOLINGS
 from hf_sparsekv.scorers.checks import MAX_SCORE, is_pool_width
 
@@ -77,6 +77,31 @@ def _check_two_lists(scores: TwoLists, where: str) -> None:
         raise ScoreError(f"{where}: secondary_pooling must be one of {', '.join(POOLINGS)}, got {kind!r}")
     if not is_pool_width(width):
         raise ScoreError(f"{where}: secondary_width must be an odd int from 1 to {MAX_POOL_WIDTH}, got {width!r}")
+
+
+def with_earlier_windows(scores: Tensor | TwoLists, carried: Tensor | None, scorer: Scorer) -> Tensor | TwoLists:
+    """What a bounded prefill ranks by: the most that any chunk's observation window has looked at a token.
+
+    A chunk's window knows little of what a later one, such as a question, will ask for, and nothing of what an earlier
+    one found. Scorers of every row add up by themselves; others than attention's judge the keys anew; and one whose
+    scores forget at once while decoding forgets here too.
+
+    Args:
+        scores: fp32 [B, K, N], checked: of the newest window.
+        carried: fp32 [B, K, N], the result of the chunk before, 0 for new tokens; None in a prompt's first chunk.
+        scorer: whose scores these are.
+    """
+    if carried is None or scorer.queries != "last" or not scorer.is_probability or scorer.decode_decay == 0.0:
+        return scores
+    if isinstance(scores, TwoLists):
+        return replace(scores, primary=torch.maximum(scores.primary, carried))
+    return torch.maximum(scores, carried)
+
+
+def kept_raw_scores(scores: Tensor | TwoLists, kept: Kept) -> Tensor:
+    """fp32 [B, K, C]: of the kept tokens what they were ranked by, before pooling; for the next chunk."""
+    primary = scores.primary if isinstance(scores, TwoLists) else scores
+    return primary.gather(-1, kept.index.clamp_min(0)).masked_fill(kept.index < 0, 0.0)
 
 
 def select_kept(

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv import ops
-from hf_sparsekv.attention.prompt import column_scores, finish_prompt, make_room
+from hf_sparsekv.attention.prompt import (
+    check_pass_length,
+    column_scores,
+    finish_chunk,
+    finish_prompt,
+    is_chunk_full,
+    make_room,
+)
 from hf_sparsekv.cache.layer import FullLayer, WindowLayer
 from hf_sparsekv.cache.padding import Padding
 from hf_sparsekv.errors import CacheError
@@ -37,7 +44,8 @@ def begin_forward(
 ) -> None:
     """What has to happen before the first layer of a forward pass.
 
-    Decoding ends the prompts and turns that are still open, in every layer.
+    Decoding ends the prompts and turns that are still open, in every layer; so does, of a bounded prefill, the chunk
+    that the new columns would make too long.
 
     Args:
         layers: all layers of the cache.
@@ -48,17 +56,21 @@ def begin_forward(
         is_decode: the new column is a generated token of every request.
     Raises:
         CacheError: an earlier pass did not reach every layer, the batch has another size, or a decode step has padding.
-        InputError: the mask contradicts the columns seen before.
+        InputError: the mask contradicts the columns seen before, or a pass is longer than a bounded prefill allows.
     """
     for layer in layers:
         if layer.num_seen != padding.num_columns:
             raise _interrupted(layer, padding.num_columns)
     padding.check_mask(batch_size, mask, is_decode)
-    if is_decode:
-        for layer in layers:
-            if isinstance(layer, WindowLayer):
-                finish_prompt(layer, scale)
-                make_room(layer)
+    windows = [layer for layer in layers if isinstance(layer, WindowLayer)]
+    if windows:
+        check_pass_length(windows[0], num_new)
+    for layer in windows:
+        if is_decode:
+            finish_prompt(layer, scale)
+            make_room(layer)
+        elif is_chunk_full(layer, num_new):
+            finish_chunk(layer, scale)
     padding.extend(batch_size, num_new, None if is_decode else mask)
 
 
@@ -98,8 +110,11 @@ def attend(
     else:
         output = _prefill(layer, query, key, value, scale, dense)
     layer.num_seen += num_new  # last: a layer that was interrupted has not seen the tokens
-    if is_prompt_end and isinstance(layer, WindowLayer):
-        finish_prompt(layer, scale)
+    if isinstance(layer, WindowLayer) and not is_decode:
+        if is_prompt_end:
+            finish_prompt(layer, scale)
+        elif is_chunk_full(layer):
+            finish_chunk(layer, scale)
     return output
 
 
@@ -113,8 +128,10 @@ def _interrupted(layer: FullLayer, expected: int) -> CacheError:
 def _prefill(
     layer: WindowLayer, query: Tensor, key: Tensor, value: Tensor, scale: float, dense: DenseAttention
 ) -> Tensor:
+    num_new = query.shape[2]
     layer.columns.append(key, value)
-    layer.tail.append(query, layer.padding.new_tokens(query.shape[2]))
+    layer.tail.append(query, layer.padding.new_tokens(num_new))
+    layer.num_unselected += num_new
     layer.is_prompt_open = True
     if layer.slots is not None:
         return _attend_stored_and_new(layer, query, scale)
@@ -176,14 +193,20 @@ def _attend_stored_and_new(layer: WindowLayer, query: Tensor, scale: float) -> T
     slots, columns = layer.slots, layer.columns
     assert slots is not None
     num_new, num_staged = query.shape[2], columns.num_columns
+    in_use = {layer.num_in_slots(row) for row in range(query.shape[0])}
+    if layer.padding.is_token is None and len(in_use) == 1:
+        stored = in_use.pop()
+        keys = torch.cat([slots.keys[:, :, :stored], columns.keys], dim=2)
+        values = torch.cat([slots.values[:, :, :stored], columns.values], dim=2)
+        return ops.attention(query, keys, values, scale, None, True)[0].transpose(1, 2)
     device = query.device
-    stored = torch.arange(slots.capacity, device=device)[None] < slots.lengths[:, None]
+    is_stored = torch.arange(slots.capacity, device=device)[None] < slots.lengths[:, None]
     column, row = torch.arange(num_staged, device=device), torch.arange(num_new, device=device)
     visible = (column[None] <= row[:, None] + (num_staged - num_new))[None].expand(query.shape[0], -1, -1)
     is_token = layer.padding.new_tokens(num_staged)
     if is_token is not None:
         visible = visible & is_token[:, None]
-    mask = torch.cat([stored[:, None].expand(-1, num_new, -1), visible], dim=2)
+    mask = torch.cat([is_stored[:, None].expand(-1, num_new, -1), visible], dim=2)
     keys = torch.cat([slots.keys, columns.keys], dim=2)
     values = torch.cat([slots.values, columns.values], dim=2)
     output, _ = ops.attention(query, keys, values, scale, mask, False)

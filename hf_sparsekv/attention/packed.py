@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv import ops
+from hf_sparsekv.attention.between import PromptRemains
 from hf_sparsekv.cache.pages import PagePool
 from hf_sparsekv.cache.rows import LayerPlace, RowState
 from hf_sparsekv.cache.tail import QueryTail
 from hf_sparsekv.cache.upload import to_device
 from hf_sparsekv.scorers import ScoreInputs, TwoLists
+from hf_sparsekv.scorers.base import ALL_HEADS, HeadShard
 from hf_sparsekv.scorers.checks import MAX_SCORE
-from hf_sparsekv.select import Kept, check_score_shapes, select_kept
+from hf_sparsekv.select import Kept, check_score_shapes, kept_raw_scores, select_kept, with_earlier_windows
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class PromptRun:
 class _KeptSlots:
     place: LayerPlace
     slots: Kept
+    positions: Tensor
+    """int64 [1, K, C], -1 where nothing is kept."""
     budget: int
 
 
@@ -68,25 +72,50 @@ class PromptChunk:
     max_length: int
     """Tokens that the request can ever have."""
     prompt_tables: tuple[Tensor | None, ...]
-    """Per layer int32 [M]: pages that take the chunk's tokens in order; None where a selection follows at once."""
+    """Per layer int32 [M]: pages that take the chunk's tokens in order; None where all of the prompt is at hand."""
     prompt_slots: tuple[Tensor | None, ...]
-    """Per layer int64 [length]: places of the chunk's tokens in those pages."""
+    """Per layer int64 [length]: places of the chunk's tokens in those pages; None where a selection follows at once."""
     kept_tables: tuple[Tensor, ...]
     """Per layer int32 [M]: pages that the request decodes from."""
     tails: dict[int, QueryTail]
     """Per window layer the last query rows of the chunks before."""
     inv_freq: Tensor | None = None
+    heads: HeadShard = ALL_HEADS
+    """Which KV heads of the model's layers this rank has."""
     kept: list[_KeptSlots] = field(default_factory=list)
     """Per replacing layer what the last chunk's selection left, until `PackedStep.finish` writes it to the row."""
     score_bounds: list[Tensor] = field(default_factory=list)
     """Lowest and highest score, fp32 scalars, of every window layer; NaN if some score is."""
-    problems: list[str] = field(default_factory=list)
-    """What the scorer raised, if it did; the scores are zeros then."""
+    remains: PromptRemains = field(default_factory=PromptRemains)
+    """What earlier selections of this prompt left, in a bounded prefill; and what the scorer raised, if it did: the
+    scores are zeros then."""
 
     @property
     def seen(self) -> int:
         """Tokens of the prompt, this chunk included."""
         return self.start + self.length
+
+    @property
+    def selected(self) -> int:
+        """Tokens of the prompt that window layers have selected from before."""
+        return selected_before(self.rows.plan.chunk_tokens, self.start)
+
+    @property
+    def selects(self) -> bool:
+        """Whether window layers select when they have seen this chunk."""
+        step = self.rows.plan.chunk_tokens
+        return self.is_last or (step is not None and self.seen % step == 0)
+
+    def num_held(self, place: LayerPlace) -> int:
+        """Tokens of the prompt that a layer's pages hold, this chunk included."""
+        if place.spec.is_full:
+            return self.seen
+        return min(self.selected, place.spec.kept_tokens(self.seen)) + self.seen - self.selected
+
+
+def selected_before(chunk_tokens: int | None, start: int) -> int:
+    """Tokens of a prompt that have gone through a selection when `start` of them have been read."""
+    return 0 if chunk_tokens is None else start // chunk_tokens * chunk_tokens
 
 
 class PackedStep:
@@ -167,7 +196,10 @@ class PackedStep:
             if chunk.kept:
                 _write_row(chunk)
             if chunk.score_bounds:
-                flags.append((torch.stack(chunk.score_bounds).abs() <= MAX_SCORE).all())  # NaN is not
+                can_rank = (torch.stack(chunk.score_bounds).abs() <= MAX_SCORE).all()  # NaN is not
+                can_rank = chunk.remains.note(can_rank)
+                if chunk.is_last:
+                    flags.append(can_rank)
         return torch.stack(flags) if flags else None
 
     def _prefill(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float, output: Tensor) -> None:
@@ -192,7 +224,7 @@ class PackedStep:
                 continue
             own, table = slice(chunk.offset, chunk.offset + chunk.length), chunk.prompt_tables[layer_idx]
             assert table is not None
-            keys, values = self.pool.gather(table, chunk.seen)
+            keys, values = self.pool.gather(table, chunk.num_held(chunk.rows.places[layer_idx]))
             attended, lse = ops.attention(q[own].transpose(0, 1)[None], keys, values, scale, None, True)
             output[own] = attended[0].transpose(0, 1)
             self._score(chunk, layer_idx, q[own], keys, values, None, scale)
@@ -207,7 +239,7 @@ class PackedStep:
         lse: Tensor | None,
         scale: float,
     ) -> None:
-        """Of a window layer: collect the query rows that score; at the prompt's end select, and write what stays."""
+        """Of a window layer: collect the query rows that score; when it is time select, and write what stays."""
         place, config = chunk.rows.places[layer_idx], chunk.rows.config
         if place.spec.is_full:
             return
@@ -218,9 +250,12 @@ class PackedStep:
         else:
             tail = chunk.tails.setdefault(layer_idx, QueryTail(needed))
             tail.append(queries, None)
-            if not chunk.is_last:
+            if not chunk.selects:
                 return
             rows = tail.queries
+            if needed is None:
+                tail.clear()  # the next chunk's rows are scored by themselves
+        positions, carried = chunk.remains.candidates(layer_idx, chunk.selected, chunk.seen, keys)
         inputs = ScoreInputs(
             keys=keys,
             values=values,
@@ -229,33 +264,51 @@ class PackedStep:
             row_reduction=config.rows,
             group_reduction=config.groups,
             lse=None if lse is None else lse[:, :, lse.shape[2] - rows.shape[2] :],
+            carried=carried,
+            positions=positions,
             num_seen=chunk.seen,
             inv_freq=chunk.inv_freq,
             layer_idx=layer_idx,
+            heads=chunk.heads,
         )
         shape = (1, keys.shape[1], keys.shape[2])
         try:
             scores = config.scorer_object.score(inputs)
             lists = check_score_shapes(scores, shape, layer_idx, config.scorer_object.name)
         except Exception as problem:  # noqa: BLE001 (a scorer's problem is that of its requests alone)
-            chunk.problems.append(f"{type(problem).__name__}: {problem}")
+            chunk.remains.problems.append(f"{type(problem).__name__}: {problem}")
             scores = torch.zeros(shape, device=keys.device)
             lists = (scores,)
         for tensor in lists:
             chunk.score_bounds.extend(tensor.aminmax())
-        self._keep(chunk, place, keys, values, scores)
+        scores = with_earlier_windows(scores, carried, config.scorer_object)
+        self._keep(chunk, place, keys, values, scores, positions)
 
     def _keep(
-        self, chunk: PromptChunk, place: LayerPlace, keys: Tensor, values: Tensor, scores: Tensor | TwoLists
+        self,
+        chunk: PromptChunk,
+        place: LayerPlace,
+        keys: Tensor,
+        values: Tensor,
+        scores: Tensor | TwoLists,
+        candidates: Tensor | None,
     ) -> None:
+        layer_idx = place.spec.layer_idx
         budget = min(place.spec.kept_tokens(chunk.seen), chunk.max_length)
-        capacity = place.capacity or min(budget, chunk.seen)
+        capacity = place.capacity or min(budget, keys.shape[2])
         budgets = torch.full((1,), budget, dtype=torch.int32, device=keys.device)
-        kept = select_kept(scores, budgets, capacity, None, chunk.rows.config)
-        table = chunk.kept_tables[place.spec.layer_idx][None]
-        ops.compact_into(self.pool.keys, self.pool.values, keys, values, kept.index, table)
-        if not place.is_append:
-            chunk.kept.append(_KeptSlots(place, kept, budget))
+        kept = select_kept(scores, budgets, capacity, candidates, chunk.rows.config)
+        table = chunk.kept_tables[layer_idx] if chunk.is_last else chunk.prompt_tables[layer_idx]
+        assert table is not None
+        ops.compact_into(self.pool.keys, self.pool.values, keys, values, kept.index, table[None])
+        positions = kept.index
+        if candidates is not None:
+            positions = candidates.gather(-1, kept.index.clamp_min(0)).masked_fill(kept.index < 0, -1)
+        if not chunk.is_last:
+            count = min(budget, keys.shape[2])
+            chunk.remains.keep(layer_idx, positions, kept_raw_scores(scores, kept), count)
+        elif not place.is_append:
+            chunk.kept.append(_KeptSlots(place, kept, positions, budget))
 
 
 def _write_row(chunk: PromptChunk) -> None:
@@ -264,7 +317,8 @@ def _write_row(chunk: PromptChunk) -> None:
     kept = [entry.slots for entry in chunk.kept]
     device = kept[0].index.device
     budgets = torch.tensor([entry.budget for entry in chunk.kept], dtype=torch.int32)
-    rows.set_slots(row, torch.cat([k.index.flatten() for k in kept]), torch.cat([k.scores.flatten() for k in kept]))
+    positions = torch.cat([entry.positions.flatten() for entry in chunk.kept])
+    rows.set_slots(row, positions, torch.cat([k.scores.flatten() for k in kept]))
     rows.slot_lengths[:, row] = torch.cat([k.counts for k in kept])
     rows.slot_budgets[:, row] = to_device(budgets, device)
     rows.slot_next[:, row] = chunk.seen
@@ -272,7 +326,7 @@ def _write_row(chunk: PromptChunk) -> None:
         at = slice(layers[0].place.index, layers[-1].place.index + 1)
         rows.victims[at, row] = ops.find_victim(
             torch.cat([entry.slots.scores for entry in layers]),
-            torch.cat([entry.slots.index for entry in layers]).int(),
+            torch.cat([entry.positions for entry in layers]).int(),
             rows.slot_lengths[at, row],
             rows.slot_budgets[at, row],
             rows.slot_next[at, row],

@@ -11,10 +11,10 @@ from torch import Tensor
 from hf_sparsekv import ops
 from hf_sparsekv.cache.layer import PromptRecord, WindowLayer
 from hf_sparsekv.cache.slots import UNLIMITED, SlotStore
-from hf_sparsekv.errors import CacheError
+from hf_sparsekv.errors import CacheError, InputError
 from hf_sparsekv.plan import FULL_LAYER_BLOCK
 from hf_sparsekv.scorers import ScoreInputs, TwoLists
-from hf_sparsekv.select import check_scores, select_kept
+from hf_sparsekv.select import check_scores, kept_raw_scores, select_kept, with_earlier_windows
 
 
 @dataclass(frozen=True)
@@ -33,40 +33,95 @@ class _Candidates:
     num_seen: int
 
 
-def finish_prompt(layer: WindowLayer, scale: float) -> None:
-    """Select from everything the layer holds, and free the rest.
+def check_pass_length(layer: WindowLayer, num_new: int) -> None:
+    """Refuse what a bounded prefill would have to hold at once.
 
-    While no request exceeds its budget nothing is evicted and nothing moves: the layer stays what a dense cache is,
-    and only remembers the scores that decoding will need.
+    Raises:
+        InputError: more tokens than a chunk has.
+    """
+    limit = layer.config.chunk_tokens
+    if limit is not None and num_new > limit:
+        raise InputError(
+            f"a forward pass of {num_new} tokens, but prefill='bounded' takes at most prefill_chunk_tokens={limit} "
+            f"at a time: pass prefill_chunk_size={limit} to model.generate, or feed the prompt in pieces; "
+            "hf_sparsekv.generate does so by itself"
+        )
+
+
+def is_chunk_full(layer: WindowLayer, num_coming: int = 0) -> bool:
+    """Whether a bounded prefill has to select before it takes `num_coming` more columns in, or now if none come."""
+    limit = layer.config.chunk_tokens
+    if limit is None or layer.num_unselected == 0:
+        return False
+    return layer.num_unselected >= limit if num_coming == 0 else layer.num_unselected + num_coming > limit
+
+
+def finish_prompt(layer: WindowLayer, scale: float) -> None:
+    """End a prompt or turn: select from what no selection has seen yet.
 
     Raises:
         CacheError: a request of the batch got no token in this turn.
         ScoreError: the scorer returned something that cannot rank tokens.
     """
-    if not layer.is_prompt_open:
-        return
+    if layer.is_prompt_open:
+        is_bounded = layer.config.chunk_tokens is not None  # earlier chunks may have had a request's tokens
+        for row, seen in enumerate(layer.padding.tokens):
+            if (seen if is_bounded else layer.num_new(row)) == 0:
+                raise CacheError(
+                    f"request {row} of the batch got only padding in this turn: run it in a batch of its own"
+                )
+        finish_chunk(layer, scale)
+    layer.tail.clear()
+    layer.chunk_scores = None
+
+
+def finish_chunk(layer: WindowLayer, scale: float) -> None:
+    """Select from everything the layer holds, and free the rest.
+
+    While no request exceeds its budget nothing is evicted and nothing moves: the layer stays what a dense cache is,
+    and only remembers the scores that decoding will need.
+
+    In a bounded prefill the prompt may go on, and scores are carried on: see `with_earlier_windows`. The observed rows
+    stay too, since the last tokens of a chunk are kept and a short last chunk has too few rows of its own; but a scorer
+    of every row gets each row once.
+
+    Raises:
+        ScoreError: the scorer returned something that cannot rank tokens.
+    """
     tokens = layer.padding.tokens
-    for row in range(len(tokens)):
-        if layer.num_new(row) == 0:
-            raise CacheError(f"request {row} of the batch got only padding in this turn: run it in a batch of its own")
     budgets = [layer.spec.kept_tokens(seen) for seen in tokens]
     fits = layer.slots is None and all(seen <= budget for seen, budget in zip(tokens, budgets, strict=True))
     records = [_record(layer, row, budget) for row, budget in enumerate(budgets)]
-    parts, remembered = [], []
+    parts, remembered, raw = [], [], []
     for rows in _uniform_rows(layer):
+        if tokens[rows.start] == 0:  # all padding so far; its tokens come in a later chunk
+            if not fits:
+                parts.append(_empty_store(layer, budgets[rows], max(budgets)))
+                raw.append(torch.zeros_like(parts[-1].scores))
+            continue
         candidates = _gather(layer, rows)
         scores = _score(layer, candidates, scale)
         if fits:
-            remembered.append((rows, _all_scores(layer, scores, candidates)))
+            remembered.append((rows, *_all_scores(layer, scores, candidates)))
         else:
-            parts.append(_keep(layer, candidates, scores, budgets[rows], max(budgets)))
+            store, raw_scores = _keep(layer, candidates, scores, budgets[rows], max(budgets))
+            parts.append(store)
+            raw.append(raw_scores)
     # Nothing changes before every request is scored: a scorer that fails leaves the prompt open and whole.
-    for rows, decode_scores in remembered:
-        column_scores(layer)[rows][:, :, layer.padding.columns_of(rows.start, 0)] = decode_scores
+    layer.chunk_scores = torch.cat(raw) if raw else None
+    for rows, decode_scores, raw_scores in remembered:
+        columns = layer.padding.columns_of(rows.start, 0)
+        column_scores(layer)[rows][:, :, columns] = decode_scores
+        if layer.chunk_scores is None:
+            layer.chunk_scores = torch.zeros_like(column_scores(layer))
+        layer.chunk_scores[rows][:, :, columns] = raw_scores
     if parts:
         _move_to_slots(layer, parts)
-    layer.prompts, layer.num_decoded = records, 0
-    layer.tail.clear()
+    if layer.config.chunk_tokens is None:
+        layer.chunk_scores = None
+    layer.prompts, layer.num_decoded, layer.num_unselected = records, 0, 0
+    if layer.config.scorer_object.queries == "all" or layer.config.chunk_tokens is None:
+        layer.tail.clear()
     layer.is_prompt_open = False
 
 
@@ -137,7 +192,7 @@ def _gather(layer: WindowLayer, rows: slice) -> _Candidates:
     columns = layer.padding.columns_of(row, layer.num_seen - layer.columns.num_columns)
     keys, values = (t[rows][:, :, columns] for t in (layer.columns.keys, layer.columns.values))
     queries = layer.tail.queries[rows]
-    observed = min(queries.shape[2], layer.num_new(row))
+    observed = layer.tail.num_rows(row)
     queries = queries[:, :, queries.shape[2] - observed :]
     seen = layer.padding.tokens[row]
     shape = (*keys.shape[:2], keys.shape[2])
@@ -149,6 +204,8 @@ def _gather(layer: WindowLayer, rows: slice) -> _Candidates:
     spread = order[..., None].expand(*order.shape, keys.shape[3])
     old_positions = slots.positions[rows, :, :stored].gather(-1, order).long()
     carried = None if _holds_ages(layer) else slots.scores[rows, :, :stored].gather(-1, order)
+    if layer.chunk_scores is not None:
+        carried = layer.chunk_scores[rows, :, :stored]  # ascending already: nothing was decoded since
     return _Candidates(
         torch.cat([slots.keys[rows, :, :stored].gather(2, spread), keys], dim=2),
         torch.cat([slots.values[rows, :, :stored].gather(2, spread), values], dim=2),
@@ -160,7 +217,10 @@ def _gather(layer: WindowLayer, rows: slice) -> _Candidates:
 
 
 def _carried_columns(layer: WindowLayer, rows: slice, columns: Tensor | slice) -> Tensor | None:
-    """fp32 [B, K, N]: what earlier turns that fitted the budget have left in the column scores, if there was one."""
+    """fp32 [B, K, N]: what earlier chunks or turns that fitted the budget have left, if there was one."""
+    if layer.chunk_scores is not None:
+        missing = layer.columns.num_columns - layer.chunk_scores.shape[2]
+        return torch.nn.functional.pad(layer.chunk_scores, (0, missing))[rows][:, :, columns]
     if layer.column_scores is None or _holds_ages(layer):
         return None
     return column_scores(layer)[rows][:, :, columns].clone()  # the scores will be written over
@@ -186,21 +246,34 @@ def _score(layer: WindowLayer, candidates: _Candidates, scale: float) -> Tensor 
             num_seen=candidates.num_seen,
             inv_freq=layer.inv_freq,
             layer_idx=layer.spec.layer_idx,
+            heads=layer.heads,
         )
     )
     batch, kv_heads, num_keys, _ = candidates.keys.shape
     check_scores(scores, (batch, kv_heads, num_keys), layer.spec.layer_idx, scorer.name)
-    return scores
+    return scores if layer.chunk_scores is None else with_earlier_windows(scores, candidates.carried, scorer)
 
 
 def _keep(
     layer: WindowLayer, candidates: _Candidates, scores: Tensor | TwoLists, budgets: list[int], capacity: int
-) -> SlotStore:
+) -> tuple[SlotStore, Tensor]:
+    """The slots that stay, and their scores before pooling, fp32 [B, K, C]."""
     budget_tensor = torch.tensor(budgets, dtype=torch.int32, device=candidates.keys.device)
     kept = select_kept(scores, budget_tensor, capacity, candidates.positions, layer.config)
     pair = ops.compact(candidates.keys, candidates.values, kept.index)
     positions = candidates.positions.gather(-1, kept.index.clamp_min(0)).masked_fill(kept.index < 0, -1)
-    return _new_store(layer, pair, positions, kept.scores, kept.counts, budgets, candidates.num_seen)
+    store = _new_store(layer, pair, positions, kept.scores, kept.counts, budgets, candidates.num_seen)
+    return store, kept_raw_scores(scores, kept)
+
+
+def _empty_store(layer: WindowLayer, budgets: list[int], capacity: int) -> SlotStore:
+    """The slots of one request that has no token yet."""
+    like = layer.columns.keys if layer.slots is None else layer.slots.keys
+    keys, values = (like.new_zeros(1, like.shape[1], capacity, like.shape[3]) for _ in range(2))
+    scores = torch.zeros(keys.shape[:3], device=like.device)
+    counts = torch.zeros(1, dtype=torch.int32, device=like.device)
+    positions = torch.full_like(scores, -1, dtype=torch.int32)
+    return _new_store(layer, (keys, values), positions, scores, counts, budgets, 0)
 
 
 def _new_store(
@@ -229,11 +302,12 @@ def _new_store(
     return SlotStore(*keys_values, positions, scores.contiguous(), counts, budget_tensor, victims, next_positions)
 
 
-def _all_scores(layer: WindowLayer, scores: Tensor | TwoLists, candidates: _Candidates) -> Tensor:
-    """fp32 [B, K, N]: of a prompt that fits, what decoding goes on with when it has to replace."""
+def _all_scores(layer: WindowLayer, scores: Tensor | TwoLists, candidates: _Candidates) -> tuple[Tensor, Tensor]:
+    """Of a prompt that fits, what decoding goes on with when it has to replace, and the next chunk; fp32 [B, K, N]."""
     batch, _, num_keys, _ = candidates.keys.shape
     everything = torch.full((batch,), num_keys, dtype=torch.int32, device=candidates.keys.device)
-    return select_kept(scores, everything, num_keys, candidates.positions, layer.config).scores
+    kept = select_kept(scores, everything, num_keys, candidates.positions, layer.config)
+    return kept.scores, kept_raw_scores(scores, kept)
 
 
 def column_scores(layer: WindowLayer) -> Tensor:

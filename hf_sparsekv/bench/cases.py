@@ -13,6 +13,7 @@ from hf_sparsekv.bench.baseline import NOTES, run_generate_batch
 from hf_sparsekv.bench.busy import decode_busy_share
 from hf_sparsekv.bench.machine import MemoryWatch, provenance
 from hf_sparsekv.bench.report import FORMAT, summarize
+from hf_sparsekv.bench.sharing import prefix_figures
 from hf_sparsekv.bench.workload import Finished, Workload, run_closed_loop
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.engine.config import EngineConfig
@@ -51,6 +52,11 @@ class BenchPlan:
     """Measured requests of each case; None = `DEFAULT_CYCLES` times the concurrency."""
     num_warmup: int | None = None
     """Requests before the clock starts, at most as many live as in the case; None = the concurrency."""
+    shared_prefix_len: int = 0
+    """Tokens at the beginning of a prompt that it shares with others. With any, our engine runs every case with and
+    without its prefix cache; without, as `engine` says."""
+    num_questions: int | None = None
+    """Requests in a row that share a prefix, and the measured requests of a case unless their number is given."""
     num_profile_steps: int = 0
     """Decode steps whose GPU busy share is measured after each case."""
 
@@ -75,6 +81,8 @@ class BenchPlan:
         """
         if concurrency < 1:
             raise ConfigError(f"concurrency must be at least 1: got {concurrency}")
+        if self.num_requests is None and self.num_questions is not None:
+            return max(concurrency, self.num_questions)
         count = DEFAULT_CYCLES * concurrency if self.num_requests is None else self.num_requests
         if count < concurrency:
             raise ConfigError(f"{count} requests never reach a concurrency of {concurrency}: ask for more requests")
@@ -87,6 +95,8 @@ class BenchPlan:
             output_len=self.output_len,
             vocab_size=text_config(model.config).vocab_size,
             seed=self.seed,
+            document_len=self.shared_prefix_len,
+            num_questions=self.num_questions,
         )
 
     def check_device(self, device: str) -> None:
@@ -133,6 +143,8 @@ def describe(model: PreTrainedModel, plan: BenchPlan, model_facts: dict[str, Any
             "input_len": plan.input_len,
             "output_len": plan.output_len,
             "seed": plan.seed,
+            "shared_prefix_len": plan.shared_prefix_len,
+            "num_questions": plan.num_questions,
         },
         "method": plan.method.to_dict(),
         "engine_options": asdict(plan.engine),
@@ -148,20 +160,32 @@ def run_cases(model: PreTrainedModel, plan: BenchPlan, watch: Watch) -> Iterator
     for kind in sorted(plan.kinds, key=lambda kind: kind != "transformers"):
         for kv_memory in plan.kv_memories:
             shared = {"engine": kind, "kv_memory_bytes": kv_memory, "memory_fraction": plan.engine.memory_fraction}
-            of_kind = _transformers_cases if kind == "transformers" else _engine_cases
-            for figures in of_kind(model, plan, kind, kv_memory, watch):
-                yield {**shared, **figures}
-            gc.collect()
-            if model.device.type == "cuda":
-                torch.cuda.empty_cache()
+            for caching in _caching(plan, kind):
+                if caching is None:
+                    of_kind = _transformers_cases(model, plan, kind, kv_memory, watch)
+                else:
+                    of_kind = _engine_cases(model, plan, kind, kv_memory, caching, watch)
+                for figures in of_kind:
+                    yield {**shared, "prefix_caching": caching, **figures}
+                gc.collect()
+                if model.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+
+def _caching(plan: BenchPlan, kind: str) -> tuple[bool | None, ...]:
+    """Whether our engine runs with its prefix cache, one run each; None = another engine."""
+    if kind == "transformers":
+        return (None,)
+    return (False, True) if plan.shared_prefix_len else (plan.engine.prefix_caching,)
 
 
 def _engine_cases(
-    model: PreTrainedModel, plan: BenchPlan, kind: str, kv_memory: int | None, watch: Watch
+    model: PreTrainedModel, plan: BenchPlan, kind: str, kv_memory: int | None, caching: bool, watch: Watch
 ) -> Iterator[dict[str, Any]]:
     """Our engine, made once for all concurrencies."""
     workload = plan.workload(model)
-    options = plan.engine.with_(kv_memory_bytes=kv_memory, max_model_len=workload.input_len + workload.output_len)
+    longest = workload.input_len + workload.output_len
+    options = plan.engine.with_(kv_memory_bytes=kv_memory, max_model_len=longest, prefix_caching=caching)
     shape = model_shape(model.config)
     method = plan.method if kind == "sparse" else plan.method.with_(full_layers=None, num_full_layers=shape.num_layers)
     memory = MemoryWatch(model.device)
@@ -180,8 +204,9 @@ def _engine_cases(
         )
         for wanted in plan.concurrencies:
             concurrency = admissible if wanted is None else wanted
+            title = _title(kind, kv_memory, concurrency, caching if plan.shared_prefix_len else None)
             try:
-                figures = _engine_case(engine, plan, concurrency, memory, _title(kind, kv_memory, concurrency), watch)
+                figures = _engine_case(engine, plan, concurrency, memory, title, watch)
             except SparseKVError as error:
                 yield _failed(concurrency, error, is_maximum=wanted is None)
                 continue
@@ -189,7 +214,12 @@ def _engine_cases(
             figures["memory"] = memory.figures(
                 kv_memory_bytes=kv_memory, memory_fraction=options.memory_fraction, planned=planned
             )
-            figures["admissible"] = {"rows": engine.memory.num_rows, "requests": admissible}
+            peak_blocks = engine.memory.peak_of(engine.memory.layers, engine.memory.max_model_len)
+            figures["admissible"] = {
+                "rows": engine.memory.num_rows,
+                "peak_request_bytes": peak_blocks * engine.memory.block_bytes,  # at its worst moment, the prompt's
+                "requests": admissible,
+            }
             if plan.num_profile_steps:
                 figures["gpu_busy"] = decode_busy_share(
                     engine, workload, concurrency=concurrency, num_steps=plan.num_profile_steps
@@ -212,10 +242,11 @@ def _engine_case(
                 on_finish=on_finish,
             )
     memory.begin()
+    engine.forget_prefixes()  # of an earlier case, whose prompts were the same
     num_requests = plan.requests_at(concurrency)
     with watch(title, num_requests) as on_finish:
         run = run_closed_loop(engine, workload, concurrency=concurrency, num_requests=num_requests, on_finish=on_finish)
-    return {"num_warmup": num_warmup, **summarize(run)}
+    return {"num_warmup": num_warmup, **summarize(run), "prefix": prefix_figures(run.requests)}
 
 
 def _transformers_cases(
@@ -264,6 +295,7 @@ def _failed(concurrency: int | None, error: SparseKVError, *, is_maximum: bool =
     return {"concurrency": concurrency, "is_maximum": is_maximum or concurrency is None, "error": str(error)}
 
 
-def _title(kind: str, kv_memory: int | None, concurrency: int) -> str:
+def _title(kind: str, kv_memory: int | None, concurrency: int, caching: bool | None = None) -> str:
     where = "" if kv_memory is None else f", {kv_memory / 1e9:.2f} GB"
-    return f"{kind}{where}, {concurrency} at a time"
+    cache = {None: "", True: ", prefix cache", False: ", no prefix cache"}[caching]
+    return f"{kind}{where}{cache}, {concurrency} at a time"

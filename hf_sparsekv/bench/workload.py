@@ -15,9 +15,9 @@ from hf_sparsekv.engine.output import RequestOutput
 from hf_sparsekv.engine.sampling_params import SamplingParams
 from hf_sparsekv.errors import ConfigError
 
-MEASURED, WARMUP = 0, 1
-"""Streams of prompts: those of the warm-up differ from the measured ones, or a cache of prefixes would make these look
-cheap."""
+MEASURED, WARMUP, DOCUMENTS = 0, 1, 2
+"""Streams of tokens: those of the warm-up differ from the measured ones, or a cache of prefixes would make these look
+cheap; documents, which several prompts share, differ from both."""
 
 Finished = Callable[[int], None]
 """Takes the output tokens of a request that has ended."""
@@ -25,7 +25,10 @@ Finished = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Requests of random token ids, all of one size; number i has the same prompt in every run."""
+    """Requests of random token ids, all of one size; number i has the same prompt in every run.
+
+    Those that share a document begin with the same tokens, and differ after it: many questions about one text.
+    """
 
     input_len: int
     """Tokens of each prompt."""
@@ -34,20 +37,38 @@ class Workload:
     vocab_size: int
     seed: int = 0
     stream: int = MEASURED
+    document_len: int = 0
+    """Tokens at the beginning of each prompt that it shares with others."""
+    num_questions: int | None = None
+    """Requests in a row that share a document; None = all."""
 
     def __post_init__(self) -> None:
         """Every size must be positive."""
         for name in ("input_len", "output_len", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1: got {getattr(self, name)}")
+        if not 0 <= self.document_len < self.input_len:
+            raise ConfigError(
+                f"a shared prefix of {self.document_len} tokens in prompts of {self.input_len}: make it shorter"
+            )
+        if self.num_questions is not None and (self.num_questions < 1 or self.document_len == 0):
+            raise ConfigError(
+                f"{self.num_questions} questions about documents of {self.document_len} tokens: give at least 1 of both"
+            )
         if self.seed < 0:
             raise ConfigError(f"seed must be at least 0: got {self.seed}")
 
     def prompt(self, index: int) -> list[int]:
         """Token ids of request number `index`."""
+        question = self._tokens((self.seed, self.stream, index), self.input_len - self.document_len)
+        if self.document_len == 0:
+            return question
+        document = 0 if self.num_questions is None else index // self.num_questions
+        return self._tokens((self.seed, self.stream, document, DOCUMENTS), self.document_len) + question
+
+    def _tokens(self, key: tuple[int, ...], count: int) -> list[int]:
         # Not torch's generator: on a CPU it looks at 32 bits of its seed only.
-        generator = np.random.default_rng((self.seed, self.stream, index))
-        ids: list[int] = generator.integers(self.vocab_size, size=self.input_len).tolist()
+        ids: list[int] = np.random.default_rng(key).integers(self.vocab_size, size=count).tolist()
         return ids
 
     @property
@@ -77,6 +98,8 @@ class RequestTimes:
     dense_cache_bytes: int | None = None
     """Keys and values of the same tokens in a dense cache."""
     num_preemptions: int | None = None
+    cached_tokens: int = 0
+    """Of the prompt, those that came from a prefix cache."""
     error: str | None = None
 
 
@@ -163,4 +186,5 @@ def take(output: RequestOutput, times: RequestTimes, now: float) -> None:
         times.cache_bytes = output.report.cache_bytes
         times.dense_cache_bytes = output.report.dense_cache_bytes
         times.num_preemptions = output.report.num_preemptions
+    times.cached_tokens = output.cached_tokens
     times.error = output.error

@@ -11,6 +11,7 @@ from hf_sparsekv.cache.tail import QueryTail
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import CacheError
 from hf_sparsekv.plan import LayerSpec
+from hf_sparsekv.scorers.base import ALL_HEADS
 
 
 class FullLayer:
@@ -86,13 +87,19 @@ class WindowLayer(FullLayer):
         super().__init__(spec, padding)
         self.config = config
         self.inv_freq = inv_freq
+        self.heads = ALL_HEADS
+        """Which KV heads of the model's layer these are."""
         self.slots: SlotStore | None = None
         rows = {"none": 0, "last": config.observation_window, "all": None}[config.scorer_object.queries]
         self.tail = QueryTail(rows)
         self.is_prompt_open = False
         """Whether tokens have come that no selection has seen yet."""
+        self.num_unselected = 0
+        """Columns since the last selection, decoded ones not counted."""
         self.column_scores: Tensor | None = None
         """fp32 [B, K, >= num_columns] while nothing was evicted: what decoding will replace by."""
+        self.chunk_scores: Tensor | None = None
+        """fp32 [B, K, C or columns] between the chunks of a bounded prefill: what the scorer gave to what is stored."""
         self.prompts: list[PromptRecord] = []
         """What the last selection left, per request; empty before the first."""
         self.num_decoded = 0
@@ -101,7 +108,7 @@ class WindowLayer(FullLayer):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors that this layer holds."""
-        scores = 0 if self.column_scores is None else self.column_scores.nbytes
+        scores = sum(t.nbytes for t in (self.column_scores, self.chunk_scores) if t is not None)
         return self.columns.nbytes + scores + self.tail.nbytes + (0 if self.slots is None else self.slots.nbytes)
 
     @property
@@ -117,6 +124,8 @@ class WindowLayer(FullLayer):
             self.slots.select_rows(rows)
         if self.column_scores is not None:
             self.column_scores = self.column_scores.index_select(0, rows.to(self.column_scores.device))
+        if self.chunk_scores is not None:
+            self.chunk_scores = self.chunk_scores.index_select(0, rows.to(self.chunk_scores.device))
         if len(set(self.prompts)) > 1:
             self.prompts = [self.prompts[i] for i in rows.tolist()]
         else:

@@ -33,6 +33,10 @@ class QueryTail:
         """Whether nothing waits to be scored."""
         return self._queries is None
 
+    def num_rows(self, row: int) -> int:
+        """Rows of a request that are there."""
+        return self.queries.shape[2] if self._is_token is None else int(self._is_token[row].sum())
+
     def append(self, queries: Tensor, is_token: Tensor | None) -> None:
         """Add rows [B, H, T, D]; `is_token` bool [B, T] says which are tokens, None = all."""
         limit = self._limit

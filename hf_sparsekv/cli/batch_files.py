@@ -48,6 +48,15 @@ class BatchFiles:
                 )
         return files
 
+    def check_readers(self, count: int) -> None:
+        """Refuse an input that only one process could read.
+
+        Raises:
+            InputError: it is a pipe, and there are more processes that serve lines.
+        """
+        if count > 1 and is_piped(self.input):
+            raise InputError(f"{count} replicas cannot share the pipe {self.input}: write it to a file and give that")
+
     @contextmanager
     def readable(self) -> Iterator["BatchFiles"]:
         """The same with an input that has a size and can be read twice: what comes from a pipe is stored first."""

@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_sparsekv.bench.cases import BenchPlan, describe, run_cases
 from hf_sparsekv.bench.shapes import SHAPES, dummy_model, shape_config
+from hf_sparsekv.bench.sharing import gain_text, gains
 from hf_sparsekv.bench.workload import Finished
 from hf_sparsekv.cli.bench_options import (
     ConcurrencyOption,
@@ -28,10 +29,14 @@ from hf_sparsekv.cli.bench_options import (
     ModelOption,
     NoCompileOption,
     NoCudaGraphsOption,
+    NoPrefixCachingOption,
+    NumQuestionsOption,
     NumRequestsOption,
     OutputLenOption,
+    PrefillOption,
     ProfileStepsOption,
     SeedOption,
+    SharedPrefixLenOption,
     WarmupOption,
     check_writable,
     engine_config,
@@ -47,6 +52,7 @@ from hf_sparsekv.cli.options import (
     ConfigOption,
     FullLayersOption,
     NumFullLayersOption,
+    PresetOption,
     ScorerOption,
     SetOption,
     build_config,
@@ -68,19 +74,24 @@ def bench(
     output_len: OutputLenOption = 500,
     concurrency: ConcurrencyOption = "10",
     num_requests: NumRequestsOption = None,
+    shared_prefix_len: SharedPrefixLenOption = 0,
+    num_questions: NumQuestionsOption = None,
     warmup: WarmupOption = None,
     seed: SeedOption = 0,
     kv_memory: KvMemoriesOption = "none",
     memory_fraction: MemoryFractionOption = EngineConfig.memory_fraction,
     max_batch_tokens: MaxBatchTokensOption = EngineConfig.max_batch_tokens,
     max_num_seqs: MaxNumSeqsOption = EngineConfig.max_num_seqs,
+    no_prefix_caching: NoPrefixCachingOption = False,
     no_compile: NoCompileOption = False,
     no_cuda_graphs: NoCudaGraphsOption = False,
     config: ConfigOption = None,
+    preset: PresetOption = None,
     budget: BudgetOption = None,
     num_full_layers: NumFullLayersOption = None,
     full_layers: FullLayersOption = None,
     scorer: ScorerOption = None,
+    prefill: PrefillOption = None,
     set_: SetOption = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -93,6 +104,8 @@ def bench(
     Exit code 1 when a case or a request failed.
     """
     console = Console(stderr=True)
+    options = engine_config(memory_fraction, max_batch_tokens, max_num_seqs, no_compile, no_cuda_graphs)
+    settings = [*([] if prefill is None else [f"prefill={prefill}"]), *(set_ or [])]
     plan = BenchPlan(
         input_len=input_len,
         output_len=output_len,
@@ -100,9 +113,11 @@ def bench(
         kinds=parse_kinds(engine),
         concurrencies=parse_counts(concurrency),
         kv_memories=parse_sizes(kv_memory),
-        method=build_config(config, budget, num_full_layers, full_layers, scorer, set_),
-        engine=engine_config(memory_fraction, max_batch_tokens, max_num_seqs, no_compile, no_cuda_graphs),
+        method=build_config(config, preset, budget, num_full_layers, full_layers, scorer, settings),
+        engine=options.with_(prefix_caching=not no_prefix_caching),
         num_requests=num_requests,
+        shared_prefix_len=shared_prefix_len,
+        num_questions=num_questions,
         num_warmup=warmup,
         num_profile_steps=profile_steps,
     )
@@ -110,10 +125,7 @@ def bench(
     source = _ModelSource(model, dummy_weights or model in SHAPES, trust_remote_code)
     network, facts = source.make(plan, dtype, device, console)
     report = _run(network, plan, facts, json_file, console)
-    if all("error" in run for run in report["runs"]):
-        raise ConfigError(report["runs"][0]["error"])
-    if any("error" in run or run["num_failed"] for run in report["runs"]):
-        raise typer.Exit(FAILED)
+    _raise_failures(report["runs"])
 
 
 @dataclass(frozen=True)
@@ -183,6 +195,7 @@ def _run(
     with progress:
         for run in run_cases(network, plan, watch):
             report["runs"].append(run)
+            report["prefix_gains"] = gains(report["runs"])
             if json_file is not None and str(json_file) != "-":
                 _write(json_file, report)
     if json_file is not None and str(json_file) == "-":
@@ -194,9 +207,18 @@ def _run(
         out.print(runs_table(report))
         if (sides := sides_table(report)) is not None:
             out.print(sides)
-    for text in dict.fromkeys(note for run in report["runs"] for note in _notes(run)):
+    notes = [note for run in report["runs"] for note in _notes(run)] + [gain_text(g) for g in report["prefix_gains"]]
+    for text in dict.fromkeys(notes):
         console.print(text, highlight=False, soft_wrap=True)
     return report
+
+
+def _raise_failures(runs: list[dict[str, Any]]) -> None:
+    """End with what went wrong, if anything did."""
+    if all("error" in run for run in runs):
+        raise ConfigError(runs[0]["error"])
+    if any("error" in run or run["num_failed"] for run in runs):
+        raise typer.Exit(FAILED)
 
 
 def _write(path: Path, report: dict[str, Any]) -> None:

@@ -32,12 +32,38 @@ InputLenOption = Annotated[
 OutputLenOption = Annotated[
     int, typer.Option("--output-len", min=1, rich_help_panel=_LOAD, help="Tokens generated for each.")
 ]
+PrefillOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prefill",
+        rich_help_panel="Method",
+        help="exact, or bounded: window layers select chunk by chunk (--set prefill_chunk_tokens=2048).",
+    ),
+]
 ConcurrencyOption = Annotated[
     str,
     typer.Option(
         "--concurrency",
         rich_help_panel=_LOAD,
         help="Requests live at any time; max: as many as the memory admits; several: 10,20,max.",
+    ),
+]
+SharedPrefixLenOption = Annotated[
+    int,
+    typer.Option(
+        "--shared-prefix-len",
+        min=0,
+        rich_help_panel=_LOAD,
+        help="Of --input-len, tokens in common at the beginning; our engine runs with a prefix cache and without.",
+    ),
+]
+NumQuestionsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--num-questions",
+        min=1,
+        rich_help_panel=_LOAD,
+        help="Requests in a row that share a prefix, and requests of a case. Default: all share one.",
     ),
 ]
 NumRequestsOption = Annotated[
@@ -67,6 +93,9 @@ KvMemoriesOption = Annotated[
 MemoryFractionOption = Annotated[
     float,
     typer.Option("--memory-fraction", rich_help_panel=_ENGINE, help="Part of the GPU to fill, model included."),
+]
+NoPrefixCachingOption = Annotated[
+    bool, typer.Option("--no-prefix-caching", rich_help_panel=_ENGINE, help="No prefix cache.")
 ]
 NoCompileOption = Annotated[bool, typer.Option("--no-compile", rich_help_panel=_ENGINE, help="No torch.compile.")]
 NoCudaGraphsOption = Annotated[bool, typer.Option("--no-cuda-graphs", rich_help_panel=_ENGINE, help="No CUDA graphs.")]

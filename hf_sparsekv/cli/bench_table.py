@@ -12,6 +12,8 @@ def runs_table(report: dict[str, Any]) -> Table:
         f"{model['name']} ({model['dtype']}, {model['weights']} weights) on {report['device']['name']}: "
         f"{load['input_len']} tokens in, {load['output_len']} out"
     )
+    if load.get("shared_prefix_len"):
+        title += f", {load['shared_prefix_len']} of the tokens in shared"
     has_busy = any(run.get("gpu_busy") for run in report["runs"])
     table = Table(
         title=title, caption="tokens/s over the whole run and over its steady part; cache against a dense one"
@@ -22,9 +24,11 @@ def runs_table(report: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
     for run in report["runs"]:
         if "error" in run:
-            table.add_row(run["engine"], _memory(run), concurrency_text(run), "[red]failed[/]")
+            table.add_row(_engine(run, load), _memory(run), concurrency_text(run), "[red]failed[/]")
         else:
-            table.add_row(*_cells(run), *[_share((run.get("gpu_busy") or {}).get("share"))] * has_busy)
+            table.add_row(
+                _engine(run, load), *_cells(run), *[_share((run.get("gpu_busy") or {}).get("share"))] * has_busy
+            )
     return table
 
 
@@ -34,7 +38,7 @@ def sides_table(report: dict[str, Any]) -> Table | None:
     for run in report["runs"]:
         if "error" not in run:
             batch = "maximum" if run.get("is_maximum") else f"equal, c = {run['concurrency']}"
-            cases.setdefault((_memory(run), batch), {})[run["engine"]] = run
+            cases.setdefault((_memory(run), batch), {})[_engine(run, report["workload"])] = run
     cases = {case: runs for case, runs in cases.items() if len(runs) > 1}
     if not cases:
         return None
@@ -71,7 +75,6 @@ def size_text(size: float) -> str:
 def _cells(run: dict[str, Any]) -> list[str]:
     whole, steady = run["whole"], run["steady"]
     return [
-        run["engine"],
         _memory(run),
         concurrency_text(run),
         f"{whole['output_tokens_per_s']:,.0f}",
@@ -84,6 +87,13 @@ def _cells(run: dict[str, Any]) -> list[str]:
         "-" if run["num_preemptions"] is None else str(run["num_preemptions"]),
         _share(run["memory"]["budget_share"]),
     ]
+
+
+def _engine(run: dict[str, Any], load: dict[str, Any]) -> str:
+    caching = run.get("prefix_caching")
+    if not load.get("shared_prefix_len") or caching is None:
+        return str(run["engine"])
+    return f"{run['engine']}, {'prefix cache' if caching else 'no prefix cache'}"
 
 
 def _memory(run: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from hf_sparsekv.cli.options import (
     FullLayersOption,
     ModelOption,
     NumFullLayersOption,
+    PresetOption,
     ScorerOption,
     SetOption,
     TrustRemoteCodeOption,
@@ -39,6 +40,7 @@ def generate(
     file: Annotated[Path | None, typer.Option("--file", "-f", help="A document that goes before the prompt.")] = None,
     model: ModelOption = DEFAULT_MODEL,
     config: ConfigOption = None,
+    preset: PresetOption = None,
     budget: BudgetOption = None,
     num_full_layers: NumFullLayersOption = None,
     full_layers: FullLayersOption = None,
@@ -71,7 +73,7 @@ def generate(
         from hf_sparsekv.plan import LayerPlan
 
     console = Console(stderr=True)
-    method = build_config(config, budget, num_full_layers, full_layers, scorer, set_)
+    method = build_config(config, preset, budget, num_full_layers, full_layers, scorer, set_)
     document = None if file is None else read_text(file)
     source = open_model(model, trust_remote_code=trust_remote_code, console=console)
     ids = encode_prompt(source.tokenizer, prompt, document, use_chat=chat)

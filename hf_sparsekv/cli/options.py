@@ -12,6 +12,7 @@ import typer
 
 from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.models_store import BUILTIN_ALIAS
+from hf_sparsekv.presets import PRESET_OPTIONS
 
 if TYPE_CHECKING:
     from hf_sparsekv.config import Budget, SparseKVConfig
@@ -31,6 +32,14 @@ BudgetOption = Annotated[
     typer.Option(
         "--budget",
         help="Tokens a window layer keeps: 512, a fraction of the prompt: 0.1, or a list: 256,512,...",
+        rich_help_panel=_METHOD,
+    ),
+]
+PresetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--preset",
+        help="balanced (the default), question-in-window or published: options that are not given take its values.",
         rich_help_panel=_METHOD,
     ),
 ]
@@ -63,6 +72,7 @@ TrustRemoteCodeOption = Annotated[bool, typer.Option("--trust-remote-code", help
 
 def build_config(
     path: Path | None,
+    preset: str | None,
     budget: str | None,
     num_full_layers: int | None,
     full_layers: str | None,
@@ -78,11 +88,12 @@ def build_config(
     from hf_sparsekv.config import SparseKVConfig
 
     base = {} if path is None else SparseKVConfig.from_json(read_text(path)).to_dict()
-    return SparseKVConfig.from_dict(option_values(base, budget, num_full_layers, full_layers, scorer, settings))
+    return SparseKVConfig.from_dict(option_values(base, preset, budget, num_full_layers, full_layers, scorer, settings))
 
 
 def option_values(
     base: Mapping[str, Any],
+    preset: str | None,
     budget: str | None,
     num_full_layers: int | None,
     full_layers: str | None,
@@ -91,6 +102,8 @@ def option_values(
 ) -> dict[str, Any]:
     """Options of SparseKVConfig by name: those of `base`, and over them what the command line gives."""
     values = dict(base)
+    if preset is not None:
+        values = {name: value for name, value in values.items() if name not in PRESET_OPTIONS} | {"preset": preset}
     if budget is not None:
         values["budget"] = parse_budget(budget)
     if full_layers is not None:

@@ -22,6 +22,7 @@ from hf_sparsekv.cli.options import (
     FullLayersOption,
     ModelOption,
     NumFullLayersOption,
+    PresetOption,
     ScorerOption,
     SetOption,
     TrustRemoteCodeOption,
@@ -68,6 +69,7 @@ def plan(
     length: Annotated[int, typer.Option("--length", "-l", min=1, max=MAX_LENGTH, help="Tokens of the prompt.")] = 4096,
     model: ModelOption = DEFAULT_MODEL,
     config: ConfigOption = None,
+    preset: PresetOption = None,
     budget: BudgetOption = None,
     num_full_layers: NumFullLayersOption = None,
     full_layers: FullLayersOption = None,
@@ -91,7 +93,7 @@ def plan(
     console = Console(stderr=True)
     kind = pick_dtype(dtype, pick_device(device))
     text = _calibration_text(calibrate, compression, output, budget)
-    method = build_config(config, budget, num_full_layers, full_layers, scorer, set_)
+    method = build_config(config, preset, budget, num_full_layers, full_layers, scorer, set_)
     source = open_model(model, trust_remote_code=trust_remote_code, console=console)
     layers = LayerPlan.build(method, model_shape(source.config))
     _check_length(length, source.config, console, is_read=text is not None)

@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from transformers import PreTrainedModel
 
-from hf_sparsekv.cli.batch_files import BatchFiles
+from hf_sparsekv.cli.batch_files import BatchFiles, is_piped
 from hf_sparsekv.cli.batch_progress import summary, watch
 from hf_sparsekv.cli.engine_options import (
     CompileOption,
@@ -31,7 +32,7 @@ from hf_sparsekv.cli.engine_options import (
     sampling_fields,
 )
 from hf_sparsekv.cli.interrupt import EXIT_BASE
-from hf_sparsekv.cli.loading import ModelSource, load_weights, open_model
+from hf_sparsekv.cli.loading import ModelSource, open_model
 from hf_sparsekv.cli.options import (
     DEFAULT_MODEL,
     BudgetOption,
@@ -41,17 +42,24 @@ from hf_sparsekv.cli.options import (
     FullLayersOption,
     ModelOption,
     NumFullLayersOption,
+    PresetOption,
     ScorerOption,
     SetOption,
     TrustRemoteCodeOption,
     build_config,
 )
+from hf_sparsekv.cli.replica import TpOption, follow, load_replica
+from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.engine.batch_lines import ChatTemplate, LineReader
+from hf_sparsekv.engine.batch_parts import ReplicaFiles
 from hf_sparsekv.engine.batch_results import ErrorFile, ResultFile
 from hf_sparsekv.engine.batch_run import BatchRun
+from hf_sparsekv.engine.config import EngineConfig
 from hf_sparsekv.engine.engine import Engine
 from hf_sparsekv.engine.sampling_params import SamplingParams
 from hf_sparsekv.hf.models import model_shape
+from hf_sparsekv.parallel.group import leave_replica
+from hf_sparsekv.parallel.place import Place
 from hf_sparsekv.plan import LayerPlan
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -73,6 +81,7 @@ def run(
     errors: ErrorsOption = None,
     model: ModelOption = DEFAULT_MODEL,
     config: ConfigOption = None,
+    preset: PresetOption = None,
     budget: BudgetOption = None,
     num_full_layers: NumFullLayersOption = None,
     full_layers: FullLayersOption = None,
@@ -93,11 +102,13 @@ def run(
     ignore_eos: IgnoreEosOption = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    tp: TpOption = 1,
     trust_remote_code: TrustRemoteCodeOption = False,
 ) -> None:
     """Generate for every line of a file, many at once; interrupted or killed, the same command goes on."""
-    console = Console(stderr=True)
-    method = build_config(config, budget, num_full_layers, full_layers, scorer, set_)
+    place = Place.of_environment(tp)
+    console = Console(stderr=True, quiet=place.rank > 0)
+    method = build_config(config, preset, budget, num_full_layers, full_layers, scorer, set_)
     options = build_engine_config(kv_memory, max_num_seqs, max_batch_tokens, max_model_len, use_compile=use_compile)
     defaults = sampling_fields(
         temperature,
@@ -111,22 +122,68 @@ def run(
     )
     SamplingParams(**defaults)
     files = BatchFiles.of(file, output, errors)
-    with (
-        ResultFile(files.output) as results,
-        closing(ErrorFile(files.errors)) as bad_lines,
-        files.readable() as readable,
-    ):
-        source = open_model(model, trust_remote_code=trust_remote_code, console=console)
-        LayerPlan.build(method, model_shape(source.config))
-        lines = LineReader(
-            readable.input, done=results.done, defaults=defaults, config=method, chat_template=chat_template(source)
-        )
-        network = load_weights(source, dtype=dtype, device=device, console=console)
-        with Engine(network, method, options, tokenizer=source.tokenizer) as engine:
-            console.print(engine.memory.describe(), highlight=False, soft_wrap=True)
-            received = serve(engine, lines, results, bad_lines, files, console)
+    files.check_readers(place.num_replicas)
+    task = _Task(files, place, model, method, options, defaults, dtype, device, trust_remote_code, console)
+    received = task.lead() if place.tp_rank == 0 else task.follow()
+    leave_replica()
     if received is not None:
         raise typer.Exit(EXIT_BASE + received)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What this process has to do."""
+
+    files: BatchFiles
+    place: Place
+    model: str
+    method: SparseKVConfig
+    options: EngineConfig
+    defaults: dict[str, Any]
+    dtype: str
+    device: str
+    trust_remote_code: bool
+    console: Console
+
+    def lead(self) -> int | None:
+        """Serve this replica's lines; the number of the signal that ended it, if one did."""
+        files, place = self.files, self.place
+        # Before a pipe is read: what cannot be written should not empty it.
+        shared = ReplicaFiles(
+            None if is_piped(files.input) else files.input,
+            files.output,
+            files.errors,
+            replica=place.replica,
+            num_replicas=place.num_replicas,
+        )
+        with shared as (results, bad_lines), files.readable() as readable:
+            source = self._open()
+            lines = LineReader(
+                readable.input,
+                done=results.done,
+                defaults=self.defaults,
+                config=self.method,
+                chat_template=chat_template(source),
+                serves=shared.serves if place.num_replicas > 1 else None,
+            )
+            network = self._load(source)
+            with Engine(network, self.method, self.options, tokenizer=source.tokenizer) as engine:
+                self.console.print(engine.memory.describe(), highlight=False, soft_wrap=True)
+                return serve(engine, lines, results, bad_lines, files, self.console)
+
+    def follow(self) -> int | None:
+        """Take part in what rank 0 of the replica serves; it gets the same signals, and says when to stop."""
+        with noted_signals() as noted:
+            follow(self._load(self._open()), self.method, self.options)
+        return noted.received
+
+    def _open(self) -> ModelSource:
+        source = open_model(self.model, trust_remote_code=self.trust_remote_code, console=self.console)
+        LayerPlan.build(self.method, model_shape(source.config))
+        return source
+
+    def _load(self, source: ModelSource) -> PreTrainedModel:
+        return load_replica(self.place, source, dtype=self.dtype, device=self.device, console=self.console)
 
 
 def serve(

@@ -8,13 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_sparsekv.attention.packed import DecodeRows, PackedStep, PromptChunk, PromptRun
+from hf_sparsekv.attention.between import PromptRemains
+from hf_sparsekv.attention.packed import DecodeRows, PackedStep, PromptChunk, PromptRun, selected_before
 from hf_sparsekv.cache.pages import PagePool
 from hf_sparsekv.cache.tail import QueryTail
 from hf_sparsekv.cache.upload import to_device
 from hf_sparsekv.engine.group import Group
 from hf_sparsekv.engine.request import Request
 from hf_sparsekv.engine.scheduler import PrefillChunk, StepPlan
+from hf_sparsekv.plan import LayerSpec
+from hf_sparsekv.scorers.base import ALL_HEADS, HeadShard
 
 LONG_PROMPT = 1024
 """Tokens from which on a prompt attends in a call of its own: backends that are fastest for one take no batches."""
@@ -63,11 +66,15 @@ class Batch:
 class BatchBuilder:
     """Turns plans into batches, and keeps what a prompt leaves between its chunks."""
 
-    def __init__(self, pool: PagePool, inv_freq: Tensor | None, device: torch.device) -> None:
-        """A builder for one engine."""
+    def __init__(
+        self, pool: PagePool, inv_freq: Tensor | None, device: torch.device, heads: HeadShard = ALL_HEADS
+    ) -> None:
+        """A builder for one engine; `heads` are this rank's."""
+        self._heads = heads
         self._pool, self._inv_freq, self._device = pool, inv_freq, device
         self._nothing = torch.zeros(0, dtype=torch.int64, device=device)
         self._tails: dict[str, dict[int, QueryTail]] = {}
+        self._remains: dict[str, PromptRemains] = {}
 
     def build(self, plan: StepPlan, groups: Mapping[Any, Group]) -> Batch:
         """The batch of a step; admits requests whose prompt ends to rows, and uploads their tables.
@@ -118,6 +125,7 @@ class BatchBuilder:
     def forget(self, request: Request) -> None:
         """Drop what a prompt left between chunks, when its request ends or starts again."""
         self._tails.pop(request.request_id, None)
+        self._remains.pop(request.request_id, None)
 
     def _grow_tables(self, plan: StepPlan, groups: Mapping[Any, Group]) -> None:
         entries: dict[Any, list[tuple[int, int, int, int]]] = {}
@@ -135,17 +143,26 @@ class BatchBuilder:
         assert tables is not None
         pages = -(-len(request.prompt_ids) // self._pool.page_size)
         is_whole = planned.start == 0 and planned.is_last
-        with_table = [p.spec.layer_idx for p in rows.places if p.spec.is_full or not is_whole]
-        ordered = [(tables.staging[i] or tables.blocks[i])[:pages] for i in with_table]
-        stacked = self._upload(np.asarray(ordered, dtype=np.int32).reshape(len(ordered), pages))
-        at = torch.arange(planned.start, planned.start + planned.length, device=self._device)
-        slots = stacked[:, at // self._pool.page_size].long() * self._pool.page_size + at % self._pool.page_size
+        in_order = [p.spec.is_full or not is_whole or bool(tables.staging[i]) for i, p in enumerate(rows.places)]
+        with_table = [layer for layer, has_order in enumerate(in_order) if has_order]
+        ordered = np.zeros((len(with_table), pages), dtype=np.int32)
+        for i, layer in enumerate(with_table):
+            blocks = tables.prompt_blocks(layer)[:pages]
+            ordered[i, : len(blocks)] = blocks
+        stacked = self._upload(ordered)
+        selected = selected_before(rows.plan.chunk_tokens, planned.start)
+        first = [planned.start - _num_dropped(rows.places[layer].spec, selected) for layer in with_table]
+        at = (
+            torch.arange(planned.length, device=self._device) + self._upload(np.asarray(first, dtype=np.int64))[:, None]
+        )
+        slots = stacked.long().gather(1, at // self._pool.page_size) * self._pool.page_size + at % self._pool.page_size
         none: list[Tensor | None] = [None] * len(rows.places)
         prompt_tables, prompt_slots = list(none), list(none)
         for i, layer in enumerate(with_table):
             prompt_tables[layer], prompt_slots[layer] = stacked[i], slots[i]
         kept = self._kept_tables(request, group) if planned.is_last else ()
         tails = self._tails.setdefault(request.request_id, {})
+        remains = self._remains.setdefault(request.request_id, PromptRemains())
         if planned.is_last:
             self.forget(request)
         return PromptChunk(
@@ -161,6 +178,8 @@ class BatchBuilder:
             kept,
             tails,
             self._inv_freq,
+            self._heads,
+            remains=remains,
         )
 
     def _kept_tables(self, request: Request, group: Group) -> tuple[Tensor, ...]:
@@ -189,6 +208,11 @@ class BatchBuilder:
 
     def _upload(self, values: "np.ndarray[Any, Any]") -> Tensor:
         return to_device(torch.from_numpy(values), self._device)
+
+
+def _num_dropped(spec: LayerSpec, selected: int) -> int:
+    """Tokens of a prompt that a layer no longer holds when its last selection was from the first `selected`."""
+    return 0 if spec.is_full or selected == 0 else max(0, selected - spec.kept_tokens(selected))
 
 
 def _runs(chunks: list[PromptChunk], lengths_device: torch.device) -> list[PromptRun]:

@@ -6,6 +6,7 @@ is required; null counts as absent.
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from hashlib import blake2b
@@ -69,6 +70,7 @@ class LineReader:
         defaults: fields of SamplingParams for lines that do not set them.
         config: what a line's "config" changes.
         chat_template: makes token ids of messages; None = the model has no template.
+        serves: whether a line of this number is this reader's; the others are only looked at for their ids.
     Raises:
         InputError: the file cannot be read.
     """
@@ -81,15 +83,18 @@ class LineReader:
         defaults: Mapping[str, Any] | None = None,
         config: SparseKVConfig | None = None,
         chat_template: ChatTemplate | None = None,
+        serves: Callable[[int], bool] | None = None,
     ) -> None:
         self._path, self._done, self._defaults = path, done, dict(defaults or {})
+        self._serves = serves or (lambda number: True)
         self._config, self._chat_template = config or SparseKVConfig(), chat_template
         self._configs: dict[str, SparseKVConfig] = {}
         self._first_lines: dict[str, int] = {}
         try:
             self.total_bytes = path.stat().st_size
-            with path.open("rb"):
-                pass
+            with path.open("rb") as file:
+                if serves is not None:
+                    self.total_bytes = sum(num_bytes for number, _, num_bytes in _raw_lines(file) if serves(number))
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -97,7 +102,9 @@ class LineReader:
         """Every line that is not blank, in order; memory for one line at a time, and for the ids."""
         with self._path.open("rb") as file:
             for number, raw, num_bytes in _raw_lines(file):
-                yield self._line(number, raw, num_bytes)
+                line = self._line(number, raw, num_bytes)
+                if self._serves(number):
+                    yield line
 
     def _line(self, number: int, raw: bytes | None, num_bytes: int) -> Line:
         name: Id | None = None
@@ -109,7 +116,7 @@ class LineReader:
             first = self._first_lines.setdefault(str(name), number)
             if first != number:
                 raise InputError(f"id {name!r} was used in line {first} already: give each line an id of its own")
-            if str(name) in self._done:
+            if str(name) in self._done or not self._serves(number):
                 return Line(number=number, num_bytes=num_bytes)
             return Job(
                 number=number,
@@ -178,6 +185,18 @@ class LineReader:
                 )
             self._configs[key] = _changed(self._config, changes)
         return self._configs[key]
+
+
+def line_numbers(path: Path) -> dict[str, int]:
+    """The number of the line that has each id, as a string; lines without a usable one are left out."""
+    numbers: dict[str, int] = {}
+    with path.open("rb") as file:
+        for number, raw, _ in _raw_lines(file):
+            if raw is None:
+                continue
+            with suppress(SparseKVError):
+                numbers.setdefault(str(_id(_json_object(raw).get("id"), number, raw)), number)
+    return numbers
 
 
 def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None, int]]:

@@ -83,6 +83,8 @@ class LineFile:
         Raises:
             InputError: the disk does not take it, or the file is not in its place any more.
         """
+        if self._file.closed:
+            return
         try:
             self.sync()
             self._check_place()
@@ -110,6 +112,7 @@ class ResultFile:
         fields: what each line has beside others, "id" among them; a file of other lines is refused.
         first_field: what follows the id, which tells a torn result from a torn line of something else; None = anything.
         sync_every_s: seconds between writes that wait for the disk.
+        wait_s: how long to wait for a process that has the lock.
     """
 
     def __init__(
@@ -119,10 +122,11 @@ class ResultFile:
         fields: frozenset[str] = RESULT_FIELDS,
         first_field: str | None = "text",
         sync_every_s: float = SYNC_EVERY_S,
+        wait_s: float = 0.0,
     ) -> None:
-        self.path, self._sync_every_s = path, sync_every_s
+        self.path, self._sync_every_s, self._wait_s = path, sync_every_s, wait_s
         self._fields, self._first_field = fields, first_field
-        self._lock = _lock_of(path)
+        self._lock = lock_of(path)
         self.done: set[str] = set()
         """Ids of the results that were there on entry, as strings."""
 
@@ -132,7 +136,7 @@ class ResultFile:
         Raises:
             InputError: another process writes to the file, it holds something else, or it cannot be opened.
         """
-        _acquire(self._lock, self.path, "-o")
+        _acquire(self._lock, self.path, "-o", self._wait_s)
         try:
             if self.path.exists():
                 self._mend()
@@ -145,6 +149,19 @@ class ResultFile:
     def write(self, name: str | int, values: Mapping[str, Any]) -> None:
         """Append the result of one id."""
         self._lines.write({"id": name, **values})
+
+    def give_way(self, other: Path) -> None:
+        """Let another file, which is on the disk, take the place of this one, and append to that from now on.
+
+        Raises:
+            InputError: the file is not in its place any more, or cannot be replaced.
+        """
+        self._lines.close()
+        try:
+            other.replace(self.path.resolve())
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        self._lines = LineFile(self.path, sync_every_s=self._sync_every_s)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -178,10 +195,10 @@ class ResultFile:
         return end
 
     def _id(self, number: int, line: bytes) -> str:
-        values = _json(line)
-        if not isinstance(values, dict) or not values.keys() >= self._fields:
+        name = result_id(line, self._fields)
+        if name is None:
             raise self._foreign(number)
-        return str(values["id"])
+        return name
 
     def _foreign(self, number: int) -> InputError:
         return InputError(
@@ -202,14 +219,11 @@ class ErrorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines: LineFile | None = None
-        self._lock = _lock_of(path)
+        self._lock = lock_of(path)
         _acquire(self._lock, path, "--errors")
         try:
-            if path.exists():
-                with path.open("rb") as file:
-                    if not _is_error(file.readline()):
-                        raise InputError(f"{path} holds something else than the errors of a run: give another --errors")
-                path.unlink()
+            check_errors(path)
+            path.unlink(missing_ok=True)
         except BaseException as error:
             self._lock.release()
             if isinstance(error, OSError):
@@ -231,16 +245,35 @@ class ErrorFile:
             self._lock.release()
 
 
-def _lock_of(path: Path) -> FileLock:
+def result_id(line: bytes, fields: frozenset[str] = RESULT_FIELDS) -> str | None:
+    """The id of a whole line of a result file; None if it is none."""
+    values = _json(line)
+    return str(values["id"]) if isinstance(values, dict) and values.keys() >= fields else None
+
+
+def check_errors(path: Path) -> None:
+    """Refuse to replace a file that is not there for errors.
+
+    Raises:
+        InputError: it holds something else.
+    """
+    if path.exists():
+        with path.open("rb") as file:
+            if not _is_error(file.readline()):
+                raise InputError(f"{path} holds something else than the errors of a run: give another --errors")
+
+
+def lock_of(path: Path) -> FileLock:
+    """What a process holds while it writes to a file."""
     real = path.resolve()  # by whatever name: one file, one lock
     return FileLock(real.with_name(f".{real.name}.lock"))
 
 
-def _acquire(lock: FileLock, path: Path, option: str) -> None:
+def _acquire(lock: FileLock, path: Path, option: str, wait_s: float = 0.0) -> None:
     if not path.resolve().parent.is_dir():  # the lock would make it
         raise InputError(f"cannot write {path}: no such folder; make it first")
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=wait_s)
     except Timeout as error:
         raise InputError(f"another process is writing to {path}: wait for it, or give another {option}") from error
     except OSError as error:

@@ -9,7 +9,6 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from textwrap import shorten
 from types import TracebackType
 
@@ -27,6 +26,7 @@ from hf_sparsekv.engine.memory import MemoryPlan
 from hf_sparsekv.engine.metrics import EngineMetrics
 from hf_sparsekv.engine.output import RequestOutput
 from hf_sparsekv.engine.ownership import Uncopied
+from hf_sparsekv.engine.prefix_cache import PrefixCache
 from hf_sparsekv.engine.profile import kv_bytes_available
 from hf_sparsekv.engine.prompt import Prompt, token_ids
 from hf_sparsekv.engine.request import FinishReason, Request
@@ -36,14 +36,21 @@ from hf_sparsekv.engine.sampling_params import SamplingParams
 from hf_sparsekv.engine.scheduler import Scheduler
 from hf_sparsekv.engine.stream import EngineThread
 from hf_sparsekv.engine.tracker import Tracker
-from hf_sparsekv.errors import CacheError, ConfigError, RequestError
+from hf_sparsekv.errors import CacheError, RequestError
 from hf_sparsekv.hf.models import check_model, generation_stop_ids, model_shape, rope_inv_freq, text_config
 from hf_sparsekv.hf.paged import use_paged_attention
+from hf_sparsekv.parallel.ranks import ranks_of
 from hf_sparsekv.plan import LayerPlan
 
 
 class Engine(Uncopied):
     """Continuous batching with a sparse cache; use it as a context manager, or call `close` at the end."""
+
+    def __new__(cls, model: object = None, *args: object, **kwargs: object) -> "Engine":
+        """An engine of the kind that this rank of the model needs, see `hf_sparsekv.engine.sharded`."""
+        from hf_sparsekv.engine.sharded import engine_class  # which derives from this one
+
+        return object.__new__(engine_class(model) if cls is Engine else cls)
 
     def __init__(
         self,
@@ -67,7 +74,9 @@ class Engine(Uncopied):
         check_model(model)
         self.config, self.options = config or SparseKVConfig(), engine_config or EngineConfig()
         self.model, self.tokenizer = model, tokenizer
-        self._shape = model_shape(model.config)
+        whole = model_shape(model.config)
+        self._ranks = ranks_of(model, whole)
+        self._shape = self._ranks.local_shape(whole)
         self._vocab_size, self._stop_ids = text_config(model.config).vocab_size, generation_stop_ids(model)
         self._in_flight: InFlight | None = None
         self._stepping = threading.Lock()
@@ -76,11 +85,11 @@ class Engine(Uncopied):
         self._runner = Runner(model, self._shape)
         try:
             self._runner.configure(self.options)
-            self._initialise(kv_bytes_available(self._runner, self.options))
+            self._initialise(self._ranks.least(kv_bytes_available(self._runner, self.options)))
         except BaseException:
             self._restore_model()
             raise
-        self.metrics, self.thread = EngineMetrics(self._scheduler), EngineThread(self, self._on_device)
+        self.metrics, self.thread = EngineMetrics(self._scheduler), EngineThread(self, self._runner.on_device)
 
     @torch.inference_mode(False)  # what is made in inference mode could not be written to outside it
     def _initialise(self, kv_bytes: int) -> None:
@@ -99,7 +108,8 @@ class Engine(Uncopied):
         self._pages = PagePool(
             memory.num_blocks, shape.num_kv_heads, memory.block_size, shape.head_dim, model.dtype, model.device
         )
-        self._blocks = BlockPool(memory.num_blocks)
+        size, count = memory.block_size, memory.num_blocks
+        self._blocks = PrefixCache(count, size) if options.prefix_caching else BlockPool(count)
         self._scheduler = Scheduler(
             self._blocks,
             block_size=memory.block_size,
@@ -111,7 +121,8 @@ class Engine(Uncopied):
             max_model_len=memory.max_model_len,
         )
         inv_freq = rope_inv_freq(model.config, shape.head_dim)
-        self._builder = BatchBuilder(self._pages, None if inv_freq is None else inv_freq.to(model.device), model.device)
+        inv_freq = None if inv_freq is None else inv_freq.to(model.device)
+        self._builder = BatchBuilder(self._pages, inv_freq, model.device, self._ranks.heads)
         self._tracker = Tracker(self.tokenizer, self._stop_ids, memory, model.dtype.itemsize)
         self._groups = Groups(
             self.config,
@@ -120,6 +131,7 @@ class Engine(Uncopied):
             device=model.device,
             stop_ids=self._stop_ids,
             forget=self._runner.forget,
+            same_tokens=self._ranks.same_tokens,
         )
         self._runner.prepare(self._pages, self._groups.own)
 
@@ -155,28 +167,22 @@ class Engine(Uncopied):
         if not isinstance(name, str):
             raise RequestError(f"request_id must be a str: got {name!r}")
         ids = token_ids(name, prompt, self.tokenizer, self._vocab_size)
-        sampling = self._sampling_params(params, len(ids))
+        sampling = self._tracker.sampling_params(params, self.model.generation_config, len(ids))
         config = self.config if config is None else config
-        group, plan = self._groups.plan_of(config)
-        request = Request(
-            request_id=name,
-            prompt_ids=ids,
-            params=sampling,
-            plan=plan,
-            group=group,
-            arrival_s=time.perf_counter(),
-            is_streamed=stream,
-            seed=sampling.request_seed(name),
-        )
+        seed = sampling.request_seed(name)
+        request = self._groups.request_of(config, name, ids, sampling, seed=seed, is_streamed=stream)
         checker = self._tracker.checker(request)
+        self._accept(request, config)
+        self._tracker.add(request, checker)
+        return name
+
+    def _accept(self, request: Request, config: SparseKVConfig) -> None:
         self._scheduler.add(request)
         try:
             self._groups.enter(request, config)
         except BaseException:
-            self._scheduler.abort(name)  # no memory for the rows of its configuration
+            self._scheduler.abort(request.request_id)  # no memory for the rows of its configuration
             raise
-        self._tracker.add(request, checker)
-        return name
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; what it had so far, or None when no such request is live."""
@@ -199,6 +205,10 @@ class Engine(Uncopied):
         """Whether any request is live."""
         return self._scheduler.has_unfinished
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, as after a change of the model's weights; RequestError while requests are live."""
+        self._scheduler.forget_prefixes()
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -216,7 +226,6 @@ class Engine(Uncopied):
             params: for all, or one each.
             config: sparse configuration for all of them; default the engine's.
             progress: show a progress bar on standard error.
-
         Raises:
             RequestError: other requests are running, or one text in place of a list of prompts.
             ConfigError: as `add_request`; none of the prompts is run then.
@@ -305,7 +314,7 @@ class Engine(Uncopied):
         return in_flight
 
     def _collect(self, step: InFlight) -> list[RequestOutput]:
-        groups, unscored = step.wait()
+        groups, unscored = self._read(step)
         outputs, advanced, now = [], [], time.perf_counter()
         for sampled, tokens in zip(step.sampled, groups, strict=True):
             for row, entry in enumerate(sampled):
@@ -319,6 +328,9 @@ class Engine(Uncopied):
                     outputs.append(output)
         self.metrics.observe_tokens(advanced)
         return outputs
+
+    def _read(self, step: InFlight) -> tuple[list[HostTokens], dict[str, str]]:
+        return step.wait()
 
     def _advance(
         self, request: Request, tokens: HostTokens, row: int, now: float, error: str | None
@@ -378,20 +390,6 @@ class Engine(Uncopied):
         assert request.finish_reason is not None
         self.metrics.observe_end(request.finish_reason)
         return self._tracker.finish(request)
-
-    def _sampling_params(self, params: SamplingParams | GenerationConfig | None, prompt_length: int) -> SamplingParams:
-        if isinstance(params, SamplingParams):
-            return params
-        if not isinstance(params, GenerationConfig | None):
-            raise ConfigError(f"params must be SamplingParams or a GenerationConfig: got {params!r}")
-        if params is None:
-            most = max(1, min(SamplingParams().max_tokens, self.memory.max_model_len - prompt_length))
-            return SamplingParams.from_generation_config(self.model.generation_config, self._stop_ids, max_tokens=most)
-        return SamplingParams.from_generation_config(params, self._stop_ids)
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        device = self.model.device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _check_open(self, call: str) -> None:
         if self._attention_before is None:

@@ -4,6 +4,7 @@ Every group has as many rows as the engine may run requests, whoever uses them. 
 request of its configuration has been accepted, and dropped, some time after its last one, when another needs room.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
@@ -14,7 +15,8 @@ from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.engine.group import Group
 from hf_sparsekv.engine.memory import MemoryPlan
 from hf_sparsekv.engine.request import Request
-from hf_sparsekv.engine.sampler import SamplerState
+from hf_sparsekv.engine.sampler import SameTokens, SamplerState
+from hf_sparsekv.engine.sampling_params import SamplingParams
 from hf_sparsekv.errors import ConfigError, shown
 from hf_sparsekv.plan import LayerPlan
 
@@ -34,6 +36,7 @@ class Groups(Mapping[Hashable, Group]):
         device: torch.device,
         stop_ids: tuple[int, ...],
         forget: Callable[[Group], None],
+        same_tokens: SameTokens,
     ) -> None:
         """The engine's own group.
 
@@ -44,7 +47,9 @@ class Groups(Mapping[Hashable, Group]):
             device: of the rows.
             stop_ids: the model's end-of-sequence tokens.
             forget: called with a group that is about to be dropped.
+            same_tokens: of the samplers.
         """
+        self._same_tokens = same_tokens
         self._memory, self._vocab_size, self._device = memory, vocab_size, device
         self._stop_ids, self._forget = stop_ids, forget
         self._live: Counter[Hashable] = Counter()
@@ -79,6 +84,34 @@ class Groups(Mapping[Hashable, Group]):
         if key in self._by_key:
             return key, self._by_key[key].rows.plan
         return key, LayerPlan.build(config, self._memory.layers.shape)
+
+    def request_of(
+        self,
+        config: SparseKVConfig,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        is_streamed: bool,
+    ) -> Request:
+        """A request with what its configuration means for it; nothing is reserved yet.
+
+        Raises:
+            ConfigError: as `plan_of`.
+        """
+        key, plan = self.plan_of(config)
+        return Request(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            params=params,
+            plan=plan,
+            group=key,
+            num_query_rows=_num_query_rows(config, plan),
+            arrival_s=time.perf_counter(),
+            is_streamed=is_streamed,
+            seed=seed,
+        )
 
     def enter(self, request: Request, config: SparseKVConfig) -> None:
         """Count an accepted request in; the first of a configuration makes its group, and drops idle ones for it."""
@@ -120,7 +153,15 @@ class Groups(Mapping[Hashable, Group]):
             max_length=memory.max_model_len,
             device=self._device,
         )
-        return Group(rows, SamplerState(memory.num_rows, self._vocab_size, self._device, self._stop_ids))
+        sampler = SamplerState(memory.num_rows, self._vocab_size, self._device, self._stop_ids, self._same_tokens)
+        return Group(rows, sampler)
+
+
+def _num_query_rows(config: SparseKVConfig, plan: LayerPlan) -> int | None:
+    """Last rows of a prompt whose queries a request needs: those that score, and the last; None = all of them."""
+    if all(spec.is_full for spec in plan.layers):
+        return 1
+    return {"none": 1, "last": config.observation_window, "all": None}[config.scorer_object.queries]
 
 
 def _key(config: SparseKVConfig) -> Hashable:

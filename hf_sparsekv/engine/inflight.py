@@ -35,7 +35,8 @@ class InFlight:
         self.sampled: list[list[Sampled]] = [part.sampled for part in batch.groups]
         self.scored: list[Request] = batch.scored
         """Requests whose prompts were scored, in the order of the flags."""
-        self._problems = [chunk.problems for chunk in batch.step.chunks if chunk.score_bounds]
+        ended = [chunk for chunk in batch.step.chunks if chunk.is_last and chunk.score_bounds]
+        self._problems = [chunk.remains.problems for chunk in ended]
         self._groups = [
             [_to_host(t) for t in (s.ids, s.is_bad, s.logprobs, s.top_ids, s.top_logprobs)] for s in tokens.groups
         ]

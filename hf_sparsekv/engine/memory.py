@@ -87,9 +87,9 @@ class MemoryPlan:
         return self._tables_of(layers, length).demand(length, staged=False)
 
     def peak_of(self, layers: LayerPlan, length: int) -> int:
-        """Blocks that the same request takes at its worst moment: a prompt over `chunk_limit` is staged."""
+        """Blocks that the same request takes at its worst moment: a prompt computed in pieces is staged."""
         tables = self._tables_of(layers, length)
-        return tables.demand(length, staged=tables.prompt_length > self.chunk_limit)
+        return tables.demand(length, staged=tables.is_staged(self.chunk_limit))
 
     def longest(self) -> int:
         """The longest request that fits alone, in whole blocks."""
@@ -131,10 +131,13 @@ class MemoryPlan:
     def _refusal(self, kv_bytes: int) -> str:
         peak, whole = (f(self.layers, self.max_model_len) for f in (self.peak_of, self.blocks_of))
         missing = (peak + 1) * self.block_bytes + self.num_rows * self.row_bytes
+        chunk, extra = self.layers.chunk_tokens, (peak - whole) * self.block_bytes
         staging = (
-            f", {(peak - whole) * self.block_bytes:,} of it to stage a prompt over {self.chunk_limit:,} tokens (raise "
-            "max_batch_tokens, and prefill_chunk_tokens if set, to compute it whole)"
+            f", {extra:,} of it to stage a prompt over {self.chunk_limit:,} tokens (raise max_batch_tokens, and "
+            "prefill_chunk_tokens if set, to compute it whole)"
         )
+        if chunk is not None:
+            staging = f", {extra:,} of it for chunks of {chunk:,} tokens (lower the method's prefill_chunk_tokens)"
         return (
             f"kv_memory_bytes={kv_bytes:,} does not hold one request of max_model_len={self.max_model_len:,} tokens, "
             f"which takes {missing:,}{staging if peak > whole else ''}: raise kv_memory_bytes, or lower max_model_len "

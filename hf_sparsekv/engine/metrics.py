@@ -36,10 +36,13 @@ class EngineMetrics:
         pool = scheduler.pool
         self._gauge("requests_running", "Requests that hold blocks.", lambda: scheduler.num_running)
         self._gauge("requests_waiting", "Requests in the queue.", lambda: scheduler.num_waiting)
-        self._gauge("blocks_free", "Blocks of the pool that nobody holds.", lambda: pool.num_free)
+        self._gauge("blocks_free", "Blocks of the pool that no request holds.", lambda: pool.num_free)
+        self._gauge("blocks_cached", "Blocks that hold a prefix to be shared, free or not.", lambda: pool.num_cached)
         self._gauge("blocks_total", "Blocks of the pool.", lambda: pool.num_usable)
         self._preemptions = self._counter("preemptions", "Requests that had to give their blocks back and start again.")
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts that have been read.")
+        self._cached = self._counter("prompt_tokens_cached", "Of these, tokens that came from the prefix cache.")
+        self._hits = self._counter("prefix_hits", "Requests whose prompts began with something from the prefix cache.")
         self._output = self._counter("output_tokens", "Tokens generated.")
         self._finished = self._counter("requests_finished", "Requests that have ended, by reason.", ("reason",))
         for reason in FinishReason:
@@ -63,6 +66,8 @@ class EngineMetrics:
                 self._itl.observe(times[-1] - times[-2])
                 continue
             num_prompt += request.prompt_length
+            self._cached.inc(request.num_cached)
+            self._hits.inc(request.num_cached > 0)
             self._ttft.observe(times[0] - request.arrival_s)
             self._queue.observe((request.started_s or times[0]) - request.arrival_s)
         if num_output:
@@ -94,9 +99,12 @@ class EngineMetrics:
             "requests_running": scheduler.num_running,
             "requests_waiting": scheduler.num_waiting,
             "blocks_free": scheduler.pool.num_free,
+            "blocks_cached": scheduler.pool.num_cached,
             "blocks_total": scheduler.pool.num_usable,
             "preemptions": self._value("preemptions"),
             "prompt_tokens": self._value("prompt_tokens"),
+            "prompt_tokens_cached": self._value("prompt_tokens_cached"),
+            "prefix_hits": self._value("prefix_hits"),
             "output_tokens": self._value("output_tokens"),
             "requests_finished": {
                 reason.value: self._value("requests_finished", reason.value) for reason in FinishReason

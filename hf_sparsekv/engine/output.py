@@ -28,7 +28,7 @@ class RequestReport:
     """Between tokens."""
     total_s: float
     cache_bytes: int
-    """Blocks and bookkeeping at the end."""
+    """Blocks and bookkeeping at the end; blocks of a shared prefix count in each request that has them."""
     dense_cache_bytes: int
     """Keys and values of the same tokens in a dense cache."""
     num_preemptions: int
@@ -53,6 +53,8 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] | None
     report: RequestReport | None
     """Once finished."""
+    cached_tokens: int = 0
+    """Of the prompt, those whose keys and values came from the prefix cache."""
 
     @property
     def is_finished(self) -> bool:

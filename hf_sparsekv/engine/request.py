@@ -48,6 +48,9 @@ class Request:
     plan: "LayerPlan"
     group: Hashable = None
     """The engine's key of the sparse configuration; nothing here looks at it."""
+    num_query_rows: int | None = 1
+    """Last tokens of the prompt that must be computed even if the prefix cache has them: their queries are read by the
+    scorer, and the last one gives the first output. None = all of them, so that nothing comes from the cache."""
     arrival_s: float = 0.0
 
     # --- written by the scheduler ---
@@ -59,6 +62,8 @@ class Request:
     the first."""
     tables: "RequestTables | None" = None
     """Its blocks; None while it has none."""
+    num_cached: int = 0
+    """Prompt tokens that came from the prefix cache when it was first admitted."""
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None

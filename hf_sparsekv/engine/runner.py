@@ -1,5 +1,6 @@
 """Runner: one forward pass of the unmodified model over a packed batch, then sampling, all on the device."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,10 @@ class Runner:
     def device(self) -> torch.device:
         """Where the model is."""
         return self._model.device
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Makes the model's GPU the current one for as long as it is entered."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def prepare(self, pool: PagePool, group: Group) -> None:
         """Warm up on rows that belong to nobody: compile, and reserve what graphs need.

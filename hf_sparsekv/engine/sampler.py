@@ -12,7 +12,7 @@ Shapes: B rows of the batch, V vocabulary.
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -32,6 +32,8 @@ _GOLDEN = 0x61C88647
 _MIX_1, _MIX_2 = 0x21F0AAAD, 0xD35A2D97 - 2**32
 """Multipliers of the hash; the second is taken modulo 2**32 into int32's range."""
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+
+SameTokens = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,12 @@ class SamplerState:
     """Options, seeds and output counts of the requests, a row each, on the device."""
 
     def __init__(
-        self, num_rows: int, vocab_size: int, device: torch.device | str, eos_token_ids: Sequence[int] = ()
+        self,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device | str,
+        eos_token_ids: Sequence[int] = (),
+        same_tokens: SameTokens = lambda ids, is_bad: (ids, is_bad),
     ) -> None:
         """All rows clear.
 
@@ -101,7 +108,9 @@ class SamplerState:
             vocab_size: V, the width of the logits.
             device: where the logits are.
             eos_token_ids: of the model; `min_tokens` suppresses them unless a request ignores them.
+            same_tokens: makes the ids int64 [B] and bad rows bool [B] of several ranks the same; may be captured.
         """
+        self._same_tokens = same_tokens
         self._num_rows, self._vocab_size = num_rows, vocab_size
         self._eos = tuple(eos_token_ids)
         self._num_end_ids = len(self._eos) + MAX_STOPS
@@ -231,6 +240,7 @@ class SamplerState:
         else:
             peak, ids = logits.max(-1)
             is_bad = ~peak.isfinite()
+        ids, is_bad = self._same_tokens(ids, is_bad)
         row_ids = self._row_ids[rows]
         self._rows[:, _OUTPUT_INDEX].index_copy_(0, row_ids, row[:, _OUTPUT_INDEX] + 1)
         if features.any_penalty:

@@ -6,10 +6,13 @@ in every step until all its outputs are scheduled, and each request ends after a
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hf_sparsekv.engine.block_pool import BlockPool
+from hf_sparsekv.engine.prefix_cache import CachedBlock
+from hf_sparsekv.engine.prefix_reuse import PrefixReuse
 from hf_sparsekv.engine.request import FinishReason, Request, RequestStatus
 from hf_sparsekv.engine.tables import RequestTables
 from hf_sparsekv.errors import RequestError
@@ -17,7 +20,10 @@ from hf_sparsekv.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Prompt tokens `[start, start + length)` of a request, to be computed in one step."""
+    """Prompt tokens `[start, start + length)` of a request, to be computed in one step.
+
+    In a bounded prefill, no piece reaches over the end of a chunk of the plan: selection does not depend on the batch.
+    """
 
     request: Request
     start: int
@@ -42,7 +48,9 @@ class StepPlan:
     decode: list[Request] = field(default_factory=list)
     """Requests with one token each, oldest first; the token's place is `cached_length - 1`."""
     prefill: list[PrefillChunk] = field(default_factory=list)
-    """Chunks, in order of admission; one with start 0 has just been admitted and has all its tables."""
+    """Chunks, in order of admission; those of `admitted` have all their tables."""
+    admitted: list[Request] = field(default_factory=list)
+    """Requests whose first chunk is among `prefill`; it starts behind what the prefix cache had of the prompt."""
     grown: list[GrownBlock] = field(default_factory=list)
     """What changed in the tables of `decode`."""
     preempted: list[Request] = field(default_factory=list)
@@ -64,6 +72,16 @@ class StepPlan:
         return not self.decode and not self.prefill
 
 
+class _WayIn(NamedTuple):
+    """How a request begins."""
+
+    prefix: Sequence[CachedBlock]
+    tables: RequestTables
+    length: int
+    """Of its first chunk."""
+    is_staged: bool
+
+
 class Scheduler:
     """Continuous batching over one block pool.
 
@@ -71,7 +89,7 @@ class Scheduler:
     `output_ids`, and requests that ended with them are finished. A preempted request then knows all it had sampled.
 
     Args:
-        pool: the blocks that all requests share.
+        pool: the blocks that all requests share; a `PrefixCache` to compute shared beginnings of prompts once.
         block_size: tokens of a block.
         max_num_seqs: requests that run at a time; at most `max_batch_tokens`, so that each gets its token.
         max_batch_tokens: rows of a forward pass.
@@ -109,6 +127,7 @@ class Scheduler:
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._live: dict[str, Request] = {}
         self._prompts_done: list[Request] = []
+        self._prefixes = PrefixReuse(pool)
 
     @property
     def num_waiting(self) -> int:
@@ -152,7 +171,7 @@ class Scheduler:
 
     def _check_fits(self, request: Request) -> None:
         name, prompt, new = request.request_id, request.prompt_length, request.params.max_tokens
-        tables, usable, limit = self._tables_of(request), self.pool.num_usable, self.chunk_limit
+        tables, usable, limit = self._tables_of(request), self.pool.num_usable, self._piece_limit(request)
         whole = _peak_demand(request, tables, staged=False)
         if whole > usable:
             raise RequestError(
@@ -161,10 +180,16 @@ class Scheduler:
             )
         needed = _peak_demand(request, tables, staged=prompt > limit)
         if needed > usable:
+            chunk = request.plan.chunk_tokens
+            remedy = (
+                f"lower the configuration's prefill_chunk_tokens={chunk} or the budget"
+                if chunk
+                else f"raise max_batch_tokens, and prefill_chunk_tokens if set, to {prompt}, shorten the prompt"
+            )
             raise RequestError(
                 f"request {name!r} needs {needed} blocks to stage its {prompt} prompt tokens, computed in chunks of at "
-                f"most {limit} ({whole} blocks in one piece), but the pool has {usable}: raise max_batch_tokens, and "
-                f"prefill_chunk_tokens if set, to {prompt}, shorten the prompt or give more KV memory"
+                f"most {limit} ({whole} blocks in one piece), but the pool has {usable}: {remedy} or give more "
+                "KV memory"
             )
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
@@ -181,6 +206,8 @@ class Scheduler:
         else:
             self.running.remove(request)
         del self._live[request.request_id]
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._prefixes.store_conversation(request)
         self._release(request)
         request.status, request.finish_reason, request.error = RequestStatus.FINISHED, reason, error
 
@@ -190,6 +217,16 @@ class Scheduler:
         if request is not None:
             self.finish(request, FinishReason.ABORT)
         return request
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, if there is one.
+
+        Raises:
+            RequestError: requests are live: what they compute may enter the cache later.
+        """
+        if self.has_unfinished:
+            raise RequestError("cannot forget prefixes while requests are running: let them end, or abort them")
+        self._prefixes.clear()
 
     # --- one step -------------------------------------------------------------------------------------------------
 
@@ -203,12 +240,14 @@ class Scheduler:
         # The chunks that read these blocks were launched before anything that will write to them.
         for request in self._prompts_done:
             if request.tables is not None:
+                self._prefixes.store_prompt(request)
                 request.tables.release_staging(self.pool)
         self._prompts_done.clear()
         self._decode(plan)
         self._continue_prompts(plan)
         if not plan.preempted:
             self._admit(plan)
+            self._prefixes.stage_to_store([c.request for c in plan.prefill if c.start == 0 and c.is_last])
         return plan
 
     def _decode(self, plan: StepPlan) -> None:
@@ -244,7 +283,9 @@ class Scheduler:
         for request in self.running:
             if request.status is RequestStatus.PREFILL:
                 left = self.max_batch_tokens - plan.num_tokens
-                length = min(request.prompt_length - request.num_computed, self.chunk_limit, left)
+                done, chunk = request.num_computed, request.plan.chunk_tokens
+                to_selection = left if chunk is None else chunk - done % chunk
+                length = min(request.prompt_length - done, self.chunk_limit, left, to_selection)
                 self._add_chunk(plan, request, length)
 
     def _admit(self, plan: StepPlan) -> None:
@@ -256,19 +297,35 @@ class Scheduler:
             if plan.num_prompt_tokens >= self.prefill_target_tokens:
                 return  # the device is busy enough: more would only make every request of the step wait
             request = next(iter(self._waiting.values()))
-            length = self._first_chunk_length(request, left, plan)
-            if length == 0:
+            way = self._way_in(request, left, plan, self.pool.num_free - reserved)
+            if way is None:
                 return
-            tables, is_staged = self._tables_of(request), length < request.prompt_length
-            if _peak_demand(request, tables, staged=is_staged) + reserved > self.pool.num_free:
-                return
-            tables.allocate(self.pool, _admission_length(request), is_staged)
+            self._prefixes.begin(request, way.tables, way.prefix)
+            way.tables.allocate(self.pool, _admission_length(request), way.is_staged)
             del self._waiting[request.request_id]
-            request.tables, request.status = tables, RequestStatus.PREFILL
+            request.tables, request.status = way.tables, RequestStatus.PREFILL
             self.running.append(request)
-            self._add_chunk(plan, request, length)
-            left -= length
+            plan.admitted.append(request)
+            self._add_chunk(plan, request, way.length)
+            left -= way.length
             reserved += self._coming_blocks(request)
+
+    def _way_in(self, request: Request, left: int, plan: StepPlan, num_free: int) -> _WayIn | None:
+        """How the queue's head can begin, from the longest known prefix if there is room for it; None to let it wait.
+
+        Without a prefix a prompt may take fewer blocks: then what the cache holds never keeps a request out.
+        """
+        for prefix in self._prefixes.offers(request):
+            known = len(prefix) * self.block_size
+            length = self._first_chunk_length(request, known, left, plan)
+            if length == 0:
+                return None
+            tables = self._tables_of(request, stages_all=bool(prefix))
+            is_staged = length < request.prompt_length
+            shared = self._prefixes.num_shared(tables, prefix)
+            if _peak_demand(request, tables, staged=is_staged, shared=shared) <= num_free:
+                return _WayIn(prefix, tables, length, is_staged)
+        return None
 
     def _coming_blocks(self, request: Request) -> int:
         """Blocks that an admitted request will take for the output that is reserved for it."""
@@ -278,16 +335,22 @@ class Scheduler:
         then = min(now + self.reserve_output_tokens, request.final_length)
         return request.tables.demand(then, staged=False) - request.tables.demand(now, staged=False)
 
-    def _first_chunk_length(self, request: Request, left: int, plan: StepPlan) -> int:
-        """Tokens to begin a prompt with when `left` fit the step; 0 to let it wait."""
-        if request.prompt_length <= self.chunk_limit:
-            if request.prompt_length <= left:
-                return request.prompt_length
+    def _first_chunk_length(self, request: Request, known: int, left: int, plan: StepPlan) -> int:
+        """Tokens to begin a prompt with behind `known` ones, when `left` fit the step; 0 to let it wait."""
+        limit, wanted = self._piece_limit(request), request.prompt_length - known
+        if wanted <= limit:
+            if wanted <= left:
+                return wanted
             # Behind other prompts, it goes whole in the next step. If decoding alone leaves too little, waiting may
             # not help for long: begin.
             return 0 if plan.prefill else left
         is_one_between_chunks = any(not chunk.is_last for chunk in plan.prefill)
-        return 0 if is_one_between_chunks else min(self.chunk_limit, left)
+        return 0 if is_one_between_chunks else min(limit, left)
+
+    def _piece_limit(self, request: Request) -> int:
+        """The most tokens of a prompt in one step."""
+        chunk = request.plan.chunk_tokens
+        return self.chunk_limit if chunk is None else min(self.chunk_limit, chunk)
 
     def _add_chunk(self, plan: StepPlan, request: Request, length: int) -> None:
         start = request.num_computed
@@ -298,8 +361,9 @@ class Scheduler:
             request.num_scheduled_outputs, request.status = 1, RequestStatus.RUNNING
             self._prompts_done.append(request)
 
-    def _tables_of(self, request: Request) -> RequestTables:
-        return RequestTables(request.plan, request.prompt_length, request.max_length, self.block_size)
+    def _tables_of(self, request: Request, *, stages_all: bool = False) -> RequestTables:
+        lengths = request.prompt_length, request.max_length
+        return RequestTables(request.plan, *lengths, self.block_size, stages_all=stages_all)
 
     def _release(self, request: Request) -> None:
         if request.tables is not None:
@@ -312,6 +376,10 @@ def _admission_length(request: Request) -> int:
     return min(request.prompt_length + 1, request.final_length)
 
 
-def _peak_demand(request: Request, tables: RequestTables, *, staged: bool) -> int:
-    """Blocks that a request holds at its worst moment: in its prompt with staging, or at its end without."""
-    return max(tables.demand(_admission_length(request), staged), tables.demand(request.final_length, staged=False))
+def _peak_demand(request: Request, tables: RequestTables, *, staged: bool, shared: tuple[int, int] = (0, 0)) -> int:
+    """Blocks that a request takes at its worst moment: in its prompt with staging, or at its end without.
+
+    Of a prefix, `shared` blocks are held by others at the one moment and at the other.
+    """
+    begin = tables.demand(_admission_length(request), staged) - shared[0]
+    return max(begin, tables.demand(request.final_length, staged=False) - shared[1])

@@ -6,14 +6,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hf_sparsekv.engine.inflight import HostTokens
 from hf_sparsekv.engine.memory import MemoryPlan
 from hf_sparsekv.engine.output import RequestOutput, RequestReport, TokenLogprobs, report_of
 from hf_sparsekv.engine.prompt import Prompt, shown_ids
 from hf_sparsekv.engine.request import FinishReason, Request
+from hf_sparsekv.engine.sampling_params import SamplingParams
 from hf_sparsekv.engine.stopping import StopChecker
+from hf_sparsekv.errors import ConfigError
 
 
 @dataclass
@@ -71,6 +73,23 @@ class Tracker:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._live
 
+    def sampling_params(
+        self, params: SamplingParams | GenerationConfig | None, default: GenerationConfig | None, prompt_length: int
+    ) -> SamplingParams:
+        """What a caller's parameters mean; None = `default`, and no more tokens than the engine's length leaves.
+
+        Raises:
+            ConfigError: neither, or options that the engine does not have.
+        """
+        if isinstance(params, SamplingParams):
+            return params
+        if not isinstance(params, GenerationConfig | None):
+            raise ConfigError(f"params must be SamplingParams or a GenerationConfig: got {params!r}")
+        if params is None:
+            most = max(1, min(SamplingParams().max_tokens, self._memory.max_model_len - prompt_length))
+            return SamplingParams.from_generation_config(default, self._stop_ids, max_tokens=most)
+        return SamplingParams.from_generation_config(params, self._stop_ids)
+
     def checker(self, request: Request) -> StopChecker:
         """What will say when a request ends.
 
@@ -116,6 +135,7 @@ class Tracker:
             error=request.error,
             logprobs=tuple(live.logprobs) if request.params.logprobs is not None else None,
             report=self._report(request, live) if request.is_finished else None,
+            cached_tokens=request.num_cached,
         )
 
     def finish(self, request: Request) -> RequestOutput:

@@ -7,9 +7,11 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from hf_sparsekv import ops
 from hf_sparsekv.attention.forward import attend
 from hf_sparsekv.errors import CacheError, InputError, ModelError
 from hf_sparsekv.hf.masks import dense_mask
+from hf_sparsekv.hf.sharding import shard_of_call
 
 if TYPE_CHECKING:
     from hf_sparsekv.hf.cache_adapter import CacheLayer
@@ -69,7 +71,7 @@ def sparsekv_attention(
             f"a sparse cache takes a 2D padding mask [batch, tokens], got {list(attention_mask.shape)} "
             "(packed sequences and custom 4D masks need the dense cache)"
         )
-    _check_call(module, layer, key)
+    _check_call(module, layer, query, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         with torch.no_grad():
@@ -106,7 +108,11 @@ def _attend(
 ) -> Tensor:
     step = layer.begin(query, attention_mask, scale, getattr(module, "config", None))
 
+    is_plain = layer.state.padding.is_token is None and layer.cache.config.chunk_tokens is not None
+
     def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if is_plain and 1 < query.shape[2] < key.shape[2]:  # a mask of a chunk over a long prompt would be large
+            return ops.attention(query, key, value, scale, None, True)[0].transpose(1, 2)
         return _dense_attention(module, query, key, value, attention_mask, scale, step.backend)
 
     return attend(
@@ -121,16 +127,15 @@ def _attend(
     )
 
 
-def _check_call(module: nn.Module, layer: "CacheLayer", key: Tensor) -> None:
+def _check_call(module: nn.Module, layer: "CacheLayer", query: Tensor, key: Tensor) -> None:
     """Refuse keys that are not handed over once a layer and as the cache is to hold them."""
-    name, num_kv_heads = type(module).__name__, layer.cache.shape.num_kv_heads
+    cache = layer.cache
     if not layer.is_awaiting_attention:
-        raise ModelError(f"{name} attends more than once to one layer's keys, which a sparse cache does not support")
-    if key.shape[1] != num_kv_heads:
         raise ModelError(
-            f"{name} attends with {key.shape[1]} key heads, but its configuration has {num_kv_heads}: it repeats keys "
-            "before the attention function, which a sparse cache does not support"
+            f"{type(module).__name__} attends more than once to one layer's keys, which a sparse cache does not support"
         )
+    if key.shape[1] != cache.shape.num_kv_heads:
+        cache.take_shard(*shard_of_call(module, query, key, cache.shape))
     layer.state.check_kind(key)
 
 

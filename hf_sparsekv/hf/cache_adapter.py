@@ -3,7 +3,7 @@
 import copy
 import operator
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +21,8 @@ from hf_sparsekv.hf.attention import BACKENDS, LAYER_ATTRIBUTE, LAYER_KEYWORD
 from hf_sparsekv.hf.models import model_shape, rope_inv_freq, text_config
 from hf_sparsekv.hf.register import ATTENTION_NAME, is_registered
 from hf_sparsekv.hf.report import build_report
-from hf_sparsekv.plan import LayerPlan
+from hf_sparsekv.plan import LayerPlan, ModelShape
+from hf_sparsekv.scorers.base import ALL_HEADS, HeadShard
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class SparseKVCache(Cache):
         self.model_config = text_config(model_config)
         self._live_config: PreTrainedConfig | None = None
         """What the model's attention modules read, known from the first forward pass on."""
-        self.shape = model_shape(model_config)
+        self.shape, self._heads = model_shape(model_config), ALL_HEADS
         self.plan = LayerPlan.build(self.config, self.shape)
         self._inv_freq = rope_inv_freq(model_config, self.shape.head_dim)
         self.prompt_end: int | None = None
@@ -326,6 +327,13 @@ class SparseKVCache(Cache):
                 else WindowLayer(spec, self.padding, self.config, self._inv_freq)
             )
             self.layers.append(CacheLayer(self, state))
+        self.take_shard(self.shape, self._heads)
+
+    def take_shard(self, shape: ModelShape, heads: HeadShard) -> None:
+        """Hold the KV heads of one of several ranks that share the model."""
+        self.shape, self._heads, self.plan = shape, heads, replace(self.plan, shape=shape)
+        for state in self._window_layers():
+            state.heads = heads
 
     def _wrong_attention(self) -> CacheError:
         config = self.model_config if self._live_config is None else self._live_config

@@ -12,6 +12,8 @@ _VERSION = Version(transformers.__version__)
 
 CACHE_KEYWORD = "cache" if Version("5.24") <= _VERSION else "past_key_values"
 """Name of the cache argument of `model(...)` and `model.generate(...)`; renamed in 5.24."""
+DISTRIBUTED_TAKES_MESH = Version("5.18") > _VERSION
+"""Whether loading with a DistributedConfig uses the device mesh that it is given; later versions make their own."""
 
 
 def check_version() -> None:

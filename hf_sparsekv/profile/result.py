@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from hf_sparsekv.config import SparseKVConfig, parse_json_object
+from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ConfigError, shown
+from hf_sparsekv.option_values import parse_json_object
 from hf_sparsekv.plan import ModelShape
 
 FORMAT = 1

@@ -33,6 +33,18 @@ def row_chunks(num_rows: int, bytes_per_row: int) -> list[slice]:
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
+@dataclass(frozen=True)
+class HeadShard:
+    """Which of a layer's KV heads are at hand: all, or those of one of several ranks that share the model."""
+
+    first: int = 0
+    total: int | None = None
+    """KV heads of the whole layer; None = as many as are at hand."""
+
+
+ALL_HEADS = HeadShard()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScoreInputs:
     """What one layer knows when its prompt (or a new turn) has ended.
@@ -56,7 +68,8 @@ class ScoreInputs:
     lse: Tensor | None = None
     """fp32 [B, H, A], log-sum-exp of those rows where the attention backend returned it."""
     carried: Tensor | None = None
-    """fp32 [B, K, N]: score that stored tokens kept from turns and decoding before, 0 for new ones; None at first."""
+    """fp32 [B, K, N]: score that stored tokens kept from turns and decoding before, 0 for new ones; None at first.
+    Between the chunks of a bounded prefill: the scorer's own scores, before pooling."""
     positions: Tensor | None = None
     """int64 [B, K, N]: position of every key; None when key j simply has position j."""
     num_seen: int = 0
@@ -64,6 +77,9 @@ class ScoreInputs:
     inv_freq: Tensor | None = None
     """fp32 [D / 2], RoPE's inverse frequencies, for scorers that undo the rotation (rotate-half layout)."""
     layer_idx: int = 0
+    heads: HeadShard = ALL_HEADS
+    """Which KV heads the tensors hold, for what must not depend on the number of ranks. Scores are per head: a score
+    that is to be the same for all heads of a layer has to be summed over the ranks by the scorer itself."""
 
     @property
     def lengths(self) -> Tensor:

@@ -28,7 +28,8 @@ def unlikeness(num_columns: int, step: int, chunk: Chunk) -> Tensor:
     columns = [slice(start, min(start + step, num_columns)) for start in range(0, num_columns, step)]
     chunks = [chunk(columns[0])] if len(columns) == 1 else None
     normal = torch.nn.functional.normalize
-    total = sum(normal(part, dim=-1).sum(dim=2, keepdim=True) for part in chunks or map(chunk, columns))
+    directions = [normal(part, dim=-1).sum(dim=2, keepdim=True) for part in chunks or map(chunk, columns)]
+    total = torch.stack(directions).sum(dim=0)
     cosines = [torch.nn.functional.cosine_similarity(part, total, dim=-1) for part in chunks or map(chunk, columns)]
     return -torch.cat(cosines, dim=-1)
 

@@ -27,7 +27,7 @@ class Hybrid(Scorer):
     default_row_reduction = "max"
     default_pooling = Pooling("forward", 11)
 
-    share: float = 0.25
+    share: float = 0.5
     """Part of the free budget that the window score fills, in [0, 1]."""
     value_norm: bool = False
     """Multiply the window score by the norm of the key's value, relative to the mean norm."""

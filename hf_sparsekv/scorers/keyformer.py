@@ -48,7 +48,8 @@ class Keyformer(Scorer):
         first_row = inputs.queries.shape[2] - num_rows
         groups = inputs.queries.shape[1] // kv_heads
         queries = inputs.queries[:, :, first_row:].reshape(batch, kv_heads, groups, num_rows, dim)
-        uniform = position_noise(self.seed, inputs.layer_idx, kv_heads, max(inputs.num_seen, num_keys))
+        num_seen = max(inputs.num_seen, num_keys)
+        uniform = position_noise(self.seed, inputs.layer_idx, kv_heads, num_seen, inputs.heads)
         gumbel = -torch.log(-torch.log(uniform.clamp(1e-6, 1 - 1e-6))).to(inputs.keys.device).expand(batch, -1, -1)
         noise = gumbel.gather(-1, inputs.key_positions())[:, :, None, None]
         keys = inputs.keys.float().transpose(-1, -2)[:, :, None]

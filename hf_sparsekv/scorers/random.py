@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_sparsekv.scorers.base import ScoreInputs, Scorer
+from hf_sparsekv.scorers.base import ALL_HEADS, HeadShard, ScoreInputs, Scorer
 from hf_sparsekv.scorers.checks import check_seed
 
 
@@ -27,15 +27,19 @@ class RandomScorer(Scorer):
     def score(self, inputs: ScoreInputs) -> Tensor:
         """See the class."""
         _, kv_heads, num_keys, _ = inputs.keys.shape
-        noise = position_noise(self.seed, inputs.layer_idx, kv_heads, max(inputs.num_seen, num_keys))
+        noise = position_noise(self.seed, inputs.layer_idx, kv_heads, max(inputs.num_seen, num_keys), inputs.heads)
         rows = noise.to(inputs.keys.device).expand(inputs.keys.shape[0], -1, -1)
         return rows.gather(-1, inputs.key_positions())
 
 
-def position_noise(seed: int, layer_idx: int, kv_heads: int, num_positions: int) -> Tensor:
+def position_noise(
+    seed: int, layer_idx: int, kv_heads: int, num_positions: int, heads: HeadShard = ALL_HEADS
+) -> Tensor:
     """Uniform fp32 [K, N] in [0, 1): entry [k, p] depends on the seed, the layer, k and p only.
 
-    Drawn on the CPU, position by position, so that a longer request starts with the same noise as a shorter one.
+    Drawn on the CPU, position by position, so that a longer request starts with the same noise as a shorter one; for
+    all heads of the layer, so that a head has the same noise on whatever rank it is.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + layer_idx)
-    return torch.rand(num_positions, kv_heads, generator=generator).T.contiguous()
+    noise = torch.rand(num_positions, heads.total or kv_heads, generator=generator)
+    return noise[:, heads.first : heads.first + kv_heads].T.contiguous()

@@ -102,6 +102,37 @@ def test_transformers_own_batching_runs_the_same_requests(capsys, monkeypatch):
     assert "without warm-up" in err
 
 
+def test_questions_about_a_document_run_with_the_prefix_cache_and_without(capsys, monkeypatch):
+    load = ["--shared-prefix-len", "64", "--num-questions", "4", "--num-requests", "8", "--concurrency", "1,2"]
+    code, out, err = run(capsys, monkeypatch, *SMALL, *METHOD, *load, "--engine", "sparse", "--json", "-")
+    assert code == 0
+    report = json.loads(out)
+    assert (report["workload"]["shared_prefix_len"], report["workload"]["num_questions"]) == (64, 4)
+    cases = [(figures["prefix_caching"], figures["concurrency"]) for figures in report["runs"]]
+    assert cases == [(False, 1), (False, 2), (True, 1), (True, 2)]
+    for figures in report["runs"]:
+        check_counts(figures, num_requests=8)
+    alone, together = (figures["prefix"] for figures in report["runs"][2:])
+    # Two documents of 64 tokens, each read once; of a prompt of 90 its last 32 rows are computed.
+    assert (alone["num_hits"], alone["cached_tokens"]) == (6, 6 * 48)
+    assert alone["hit_rate"] == 6 * 48 / (8 * 90)
+    assert 2 <= together["num_hits"] <= 6
+    assert [figures["prefix"]["num_hits"] for figures in report["runs"][:2]] == [0, 0]
+    assert [gain["concurrency"] for gain in report["prefix_gains"]] == [1, 2]
+    assert err.count("with the prefix cache first token of a hit") == 2
+
+
+def test_a_load_without_shared_prefixes_hits_nothing_in_any_case(capsys, monkeypatch):
+    arguments = ["--concurrency", "1,2", "--num-requests", "4", "--engine", "sparse", "--json", "-"]
+    for option, caching in (([], True), (["--no-prefix-caching"], False)):
+        code, out, err = run(capsys, monkeypatch, *SMALL, *METHOD, *arguments, *option)
+        report = json.loads(out)
+        assert code == 0
+        assert [(r["prefix_caching"], r["prefix"]["num_hits"]) for r in report["runs"]] == [(caching, 0)] * 2
+        assert report["prefix_gains"] == []
+        assert "prefix cache" not in err
+
+
 def test_a_case_that_cannot_run_does_not_stop_the_others(capsys, monkeypatch):
     arguments = ["--concurrency", "1", "--num-requests", "2", "--engine", "sparse", "--kv-memory", "1KB,1MB"]
     code, out, err = run(capsys, monkeypatch, *SMALL, *METHOD, *arguments, "--json", "-")
@@ -122,6 +153,8 @@ def test_a_case_that_cannot_run_does_not_stop_the_others(capsys, monkeypatch):
         (["--kv-memory", "5 bananas"], "'5 bananas' is no size"),
         (["--kv-memory", "1KB", "--concurrency", "1"], "does not hold one request"),
         (["--memory-fraction", "1.5"], "memory_fraction"),
+        (["--shared-prefix-len", "90"], "a shared prefix of 90 tokens in prompts of 90"),
+        (["--num-questions", "3"], "3 questions about documents of 0 tokens"),
         (["--max-num-seqs", "300"], "max_batch_tokens=256"),
         (["--input-len", "4095"], "4,100"),
         (["--budget", "3"], "num_sink_tokens"),

@@ -91,7 +91,7 @@ def assert_only_bad_fails(engine, bad, message, expected, params=GREEDY, config=
         ({1: 2}, "a prompt is text or a list of token ids: got dict"),
         ("text", "is text, but the engine has no tokenizer: give token ids"),
         ([5] * 149, "149 prompt tokens and max_tokens=12, 161 together, but the engine serves at most 160"),
-        ([5] * 10_000, "shorten the prompt or lower max_tokens"),
+        ([5] * 10_000, "shorten the prompt, lower max_tokens"),
     ],
     ids=lambda value: repr(value)[:30],
 )

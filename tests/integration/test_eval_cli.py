@@ -61,7 +61,7 @@ def lines_of(name):
 
 
 def test_methods_meet_the_ratio_in_measured_bytes(run):
-    methods = ["--method", "tova,pyramidkv,default", "--compression", "2,4,10"]
+    methods = ["--method", "tova,pyramidkv,original", "--compression", "2,4,10"]
     code, out, _ = run("-t", "needle,perplexity", *GRID, *methods, "--json", "r.json")
     assert code == 0
     report = read("r.json")
@@ -71,10 +71,10 @@ def test_methods_meet_the_ratio_in_measured_bytes(run):
     assert places == {("needle", "aware"), ("needle", "agnostic"), ("perplexity", "agnostic")}
     for place in places:
         rows = {row["config"]: row for row in report["rows"] if (row["task"], row["mode"]) == place}
-        assert set(rows) == {"dense", *(f"{m}-{r}x" for m in ("tova", "pyramidkv", "default") for r in (2, 4, 10))}
+        assert set(rows) == {"dense", *(f"{m}-{r}x" for m in ("tova", "pyramidkv", "original") for r in (2, 4, 10))}
         for name, row in rows.items():
             assert row["half"] == "report"
-            if name.startswith("default"):  # three of four layers keep everything
+            if name.startswith("original"):  # three of four layers keep everything
                 assert "is not possible, at most 1.2" in row["refused"]
             elif name != "dense":
                 assert float(name.rpartition("-")[2][:-1]) <= row["compression"] < 1.1 * float(name.split("-")[1][:-1])

@@ -277,7 +277,7 @@ def test_a_signal_while_the_model_loads_is_one_line_and_the_next_run_begins(file
         time.sleep(WAIT_S)
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_sparsekv.cli.run.load_weights", load)
+        patch.setattr("hf_sparsekv.cli.replica.load_weights", load)
         code, err = run()
     assert (code, err.splitlines()[-1]) == (128 + number, word)
     assert "Traceback" not in err

@@ -41,10 +41,10 @@ class Limits:
     """Steps by which tokens reach the host late: 0 or 1."""
 
 
-def layer_plan(budgets: list[int | float | None], grows: bool = False) -> LayerPlan:
+def layer_plan(budgets: list[int | float | None], grows: bool = False, chunk: int | None = None) -> LayerPlan:
     shape = ModelShape(num_layers=len(budgets), num_heads=2, num_kv_heads=1, head_dim=8)
     layers = [LayerSpec(layer_idx=i, is_full=b is FULL, budget=b, num_protected=3) for i, b in enumerate(budgets)]
-    return LayerPlan(shape=shape, layers=tuple(layers), grows=grows)
+    return LayerPlan(shape=shape, layers=tuple(layers), grows=grows, chunk_tokens=chunk)
 
 
 PLANS = [
@@ -55,6 +55,9 @@ PLANS = [
     layer_plan([0.25, FULL, 0.5]),
     layer_plan([FULL, 6, 0.4], grows=True),
     layer_plan([3, 3, 3], grows=True),
+    layer_plan([FULL, 6, 9], chunk=5),
+    layer_plan([4, 12], chunk=7),
+    layer_plan([FULL, 6, 11], grows=True, chunk=8),
     # No model mixes numbers of layers. But these need more at once than one victim has to give.
     layer_plan([4]),
     layer_plan([FULL] * 5),
@@ -72,8 +75,21 @@ def blocks_needed(request: Request, layer: int, length: int, block_size: int) ->
 
 
 def staging_needed(request: Request, layer: int, block_size: int) -> int:
-    spec, prompt = request.plan.layers[layer], len(request.prompt_ids)
-    return 0 if spec.is_full or spec.kept_tokens(prompt) >= prompt else ceil(prompt / block_size)
+    spec, prompt, chunk = request.plan.layers[layer], len(request.prompt_ids), request.plan.chunk_tokens
+    if spec.is_full or spec.kept_tokens(prompt) >= prompt:
+        return 0
+    most = kept = 0
+    if chunk is None:
+        return ceil(prompt / block_size)
+    for start in range(0, prompt, chunk):
+        held = kept + min(chunk, prompt - start)
+        most, kept = max(most, held), min(held, spec.kept_tokens(prompt))
+    begins_with = min(prompt + 1, prompt + request.params.max_tokens - 1)
+    return max(0, ceil(most / block_size) - blocks_needed(request, layer, begins_with, block_size))
+
+
+def piece_limit(request: Request, chunk_limit: int) -> int:
+    return min(chunk_limit, request.plan.chunk_tokens or chunk_limit)
 
 
 def peak(request: Request, staged: bool, block_size: int) -> int:
@@ -117,7 +133,8 @@ class World:
         name = str(len(self.added) + self.events["refused"])
         request = Request(request_id=name, prompt_ids=[7] * prompt, params=Params(max_tokens), plan=plan)
         fits = prompt >= 1 and prompt + max_tokens <= self.limits.max_model_len
-        if not fits or peak(request, prompt > self.chunk_limit, self.size) > self.limits.num_blocks - 1:
+        is_staged = prompt > piece_limit(request, self.chunk_limit)
+        if not fits or peak(request, is_staged, self.size) > self.limits.num_blocks - 1:
             with pytest.raises(RequestError):
                 self.scheduler.add(request)
             self.events["refused"] += 1
@@ -230,7 +247,7 @@ class World:
             if chunk.start == 0 and not chunk.is_last:
                 self.events["cut"] += 1
                 assert all(c.is_last for c in plan.prefill if c is not chunk)
-                if len(chunk.request.prompt_ids) <= self.chunk_limit:
+                if len(chunk.request.prompt_ids) <= piece_limit(chunk.request, self.chunk_limit):
                     self.events["cut for decoding"] += 1
                     assert chunk is plan.prefill[0] and chunk.length == left
             left -= chunk.length
@@ -239,6 +256,9 @@ class World:
         request, prompt = chunk.request, len(chunk.request.prompt_ids)
         assert chunk.start == num_computed and 1 <= chunk.length <= self.chunk_limit
         assert chunk.is_last == (chunk.start + chunk.length == prompt)
+        if step := request.plan.chunk_tokens:  # no piece reaches over a selection
+            assert chunk.start // step == (chunk.start + chunk.length - 1) // step
+            self.events["cut a chunk"] += (chunk.start + chunk.length) % step > 0 and not chunk.is_last
         assert (request.status, request.num_scheduled_outputs) == ((RUNNING, 1) if chunk.is_last else (PREFILL, 0))
         is_staged = chunk.start > 0 or not chunk.is_last
         for layer in range(len(request.plan.layers)):
@@ -256,7 +276,7 @@ class World:
             return
         head = self.live[count]
         prompt = len(head.prompt_ids)
-        if prompt > self.chunk_limit:
+        if prompt > piece_limit(head, self.chunk_limit):
             may_begin, staged = all(c.is_last for c in plan.prefill), True
         else:
             may_begin, staged = prompt <= left or not plan.prefill, prompt > left
@@ -372,7 +392,8 @@ def simulate(seed: int, num_requests: int) -> Counter[str]:
 
 def test_ten_thousand_random_requests_end_once_each_and_leave_nothing_behind():
     events = sum((simulate(seed, num_requests=500) for seed in range(20)), Counter[str]())
-    for happened in ("preempted", "replayed", "refused", "cut", "cut for decoding", "late token dropped"):
+    names = ("preempted", "replayed", "refused", "cut", "cut a chunk", "cut for decoding", "late token dropped")
+    for happened in names:
         assert events[happened] >= 20, f"{happened}: the worlds are too quiet: {events}"
     for status in (WAITING, PREFILL, RUNNING):
         assert events[f"aborted while {status}"] >= 20, events

@@ -137,3 +137,10 @@ def test_a_plan_of_another_model_is_refused(shape, message):
     values = {"num_layers": 3, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16, **shape}
     with pytest.raises(ConfigError, match=message):
         LayerPlan.build(calibrated(), ModelShape(**values))
+
+
+def test_one_ranks_part_of_the_model_is_no_other_model():
+    assert SHAPE.split(2).whole == SHAPE
+    assert [spec.budget for spec in LayerPlan.build(calibrated(), SHAPE.split(2)).layers] == [None, 100, 200]
+    with pytest.raises(ConfigError, match="another model"):
+        LayerPlan.build(calibrated(), ModelShape(num_layers=3, num_heads=4, num_kv_heads=1, head_dim=16))

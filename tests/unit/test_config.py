@@ -10,6 +10,7 @@ import torch
 
 from hf_sparsekv import Scorer, SparseKVConfig
 from hf_sparsekv.errors import ConfigError
+from hf_sparsekv.presets import PRESETS
 from hf_sparsekv.scorers import Pooling, ScoreInputs, register_scorer, registry, scorer_names
 from hf_sparsekv.scorers.snapkv import SnapKV
 from hf_sparsekv.select import check_scores, select_kept
@@ -65,9 +66,9 @@ def test_the_limits_themselves_are_lawful(options):
 # --- what None means ----------------------------------------------------------------------------------------------
 
 
-def test_three_full_layers_unless_they_are_named():
-    assert SparseKVConfig().num_full_layers == 3
-    assert SparseKVConfig(num_full_layers=0).num_full_layers == 0
+def test_no_full_layers_unless_they_are_named():
+    assert SparseKVConfig().num_full_layers == 0
+    assert SparseKVConfig(num_full_layers=3).num_full_layers == 3
     named = SparseKVConfig(full_layers=[5, 1])
     assert (named.num_full_layers, named.full_layers) == (None, (5, 1))
 
@@ -75,9 +76,10 @@ def test_three_full_layers_unless_they_are_named():
 @pytest.mark.parametrize(
     ("options", "pool"),
     [
-        ({}, Pooling("avg", 7)),
-        ({"pool_kernel_size": 3}, Pooling("avg", 3)),
-        ({"pooling": "max"}, Pooling("max", 7)),
+        ({}, Pooling("forward", 11)),
+        ({"scorer": "snapkv"}, Pooling("avg", 7)),
+        ({"scorer": "snapkv", "pool_kernel_size": 3}, Pooling("avg", 3)),
+        ({"scorer": "snapkv", "pooling": "max"}, Pooling("max", 7)),
         ({"pooling": "forward", "pool_kernel_size": 21}, Pooling("forward", 21)),
         ({"pooling": "none"}, Pooling("none", 1)),
         ({"scorer": "hybrid"}, Pooling("forward", 11)),
@@ -95,8 +97,8 @@ def test_pooling_is_the_options_then_the_scorers(options, pool):
 @pytest.mark.parametrize(
     ("options", "rows", "groups"),
     [
-        ({}, "mean", "mean"),
-        ({"scorer": "hybrid"}, "max", "mean"),
+        ({}, "max", "mean"),
+        ({"scorer": "snapkv"}, "mean", "mean"),
         ({"scorer": "hybrid", "row_reduction": "mean"}, "mean", "mean"),
         ({"row_reduction": "max", "group_reduction": "max"}, "max", "max"),
         ({"scorer": "tova", "group_reduction": "max"}, "mean", "max"),
@@ -156,7 +158,7 @@ def test_sinks_and_recents_are_the_smallest_budget():
 
 def test_a_configuration_is_frozen_and_never_shares_what_it_was_given():
     layers, options = [0, 1], {"value_norm": True}
-    config = SparseKVConfig(full_layers=layers, scorer_options=options)
+    config = SparseKVConfig(full_layers=layers, scorer="snapkv", scorer_options=options)
     layers.append(2)
     options["value_norm"] = False
     assert config.full_layers == (0, 1)
@@ -229,7 +231,7 @@ def test_a_registered_object_is_written_by_name():
 def test_an_unknown_option_suggests_a_close_one():
     with pytest.raises(ConfigError, match="unknown option 'num_sink_token': did you mean 'num_sink_tokens'"):
         SparseKVConfig.from_dict({"num_sink_token": 4})
-    with pytest.raises(ConfigError, match=r"unknown option 'xyzzy': options are num_full_layers, .*decay"):
+    with pytest.raises(ConfigError, match=r"unknown option 'xyzzy': options are preset, num_full_layers, .*decay"):
         SparseKVConfig.from_dict({"xyzzy": 4})
 
 
@@ -341,3 +343,34 @@ def test_a_notebook_length_scorer_decides_what_stays():
     check_scores(scores, (1, 2, 9), 0, config.scorer_object.name)
     kept = select_kept(scores, torch.tensor([4], dtype=torch.int32), 4, None, config)
     assert kept.index.tolist() == [[[0, 3, 6, 8], [0, 2, 5, 8]]]
+
+
+# --- presets ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_gives_what_is_not_given(name):
+    config = SparseKVConfig(preset=name, budget=300)
+    for option, value in PRESETS[name].items():
+        assert getattr(config, option) == value
+    assert config == SparseKVConfig(**PRESETS[name], budget=300)
+    assert SparseKVConfig.from_dict({"preset": name, "budget": 300}) == config
+    assert SparseKVConfig.from_dict(config.to_dict()) == config.with_() == pickle.loads(pickle.dumps(config)) == config
+
+
+def test_what_is_given_beats_the_preset():
+    config = SparseKVConfig(preset="published", num_full_layers=1)
+    assert (config.num_full_layers, config.scorer) == (1, "snapkv")
+    config = SparseKVConfig(preset="published", full_layers=[4])
+    assert (config.num_full_layers, config.full_layers) == (None, (4,))
+    assert SparseKVConfig(preset="question-in-window", pool_kernel_size=5).pool == Pooling("forward", 5)
+
+
+def test_the_defaults_are_a_preset():
+    assert SparseKVConfig() == SparseKVConfig(preset="balanced")
+
+
+@pytest.mark.parametrize("name", ["best", 3, ["published"]])
+def test_an_unknown_preset_is_refused_with_those_there_are(name):
+    with pytest.raises(ConfigError, match=r"unknown preset .*: choose one of balanced, question-in-window, published"):
+        SparseKVConfig(preset=name)

@@ -24,6 +24,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("layers-int", {"full_layers": 3}, "full_layers must be a list of layer indices: got 3"),
     ("layers-float", {"full_layers": [0, 1.0]}, "full_layers must hold ints, at most 2147483647: got 1.0"),
     ("layers-bool", {"full_layers": [True]}, "full_layers must hold ints, at most 2147483647: got True"),
+    # prefill
+    ("prefill-unknown", {"prefill": "chunked"}, "unknown prefill 'chunked': choose one of exact, bounded"),
+    ("prefill-none", {"prefill": None}, "unknown prefill None: choose one of exact, bounded"),
+    ("chunk-exact", {"prefill_chunk_tokens": 512}, "prefill_chunk_tokens=512 has no effect with prefill='exact'"),
+    ("chunk-zero", {"prefill": "bounded", "prefill_chunk_tokens": 0}, "must be an int from 1 to .*: got 0"),
+    ("chunk-float", {"prefill": "bounded", "prefill_chunk_tokens": 64.0}, "must be an int from 1 to .*: got 64.0"),
+    (
+        "chunk-below-window",
+        {"prefill": "bounded", "prefill_chunk_tokens": 31},
+        "prefill_chunk_tokens=31 is smaller than observation_window=32: raise it to at least 32",
+    ),
+    ("bounded-fraction", {"prefill": "bounded", "budget": 0.25}, "budget=0.25 is a fraction of nothing yet"),
+    ("bounded-list", {"prefill": "bounded", "budget": [512, 0.5]}, "budget=0.5 is a fraction .*whole tokens as an int"),
     # tokens
     ("sinks-negative", {"num_sink_tokens": -1}, "num_sink_tokens must be an int from 0 to 2147483647: got -1"),
     ("sinks-none", {"num_sink_tokens": None}, "num_sink_tokens must be an int from . to 2147483647: got None"),
@@ -124,7 +137,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("scorer-far", {"scorer": "xyzzy"}, "unknown scorer 'xyzzy': see the list .*snapkv"),
     ("scorer-class", {"scorer": SnapKV}, "pass an object, not the class"),
     ("scorer-none", {"scorer": None}, "scorer must be a name or a Scorer, got None"),
-    ("scorer-option", {"scorer_options": {"value_nrom": True}}, "unknown option 'value_nrom' of scorer 'snapkv'"),
+    ("scorer-option", {"scorer_options": {"value_nrom": True}}, "unknown option 'value_nrom' of scorer 'hybrid'"),
     ("scorer-value", {"scorer": "rkv", "scorer_options": {"weight": 2}}, "weight must be a number"),
     ("scorer-object", {"scorer": SnapKV(), "scorer_options": {"value_norm": True}}, "no effect with a scorer object"),
     ("choice-long", {"pooling": "x" * 5000}, r"unknown pooling 'x{76}\.\.\.: choose"),

@@ -18,6 +18,7 @@ def num_parameters(name):
     ("name", "parameters", "kv_bytes_per_token"),
     [
         ("llama3-8b-shape", 8_030_261_248, 131_072),
+        ("llama3-70b-shape", 70_553_706_496, 327_680),
         ("llama3-1b-shape", 1_235_814_400, 32_768),
         ("smollm2-135m-shape", 134_515_008, 23_040),
     ],
@@ -45,4 +46,4 @@ def test_dummy_weights_are_made_in_their_dtype_and_leave_the_random_state_alone(
 def test_an_unknown_shape_is_named_with_those_there_are():
     with pytest.raises(ConfigError, match="unknown shape 'llama': choose one of llama3-8b-shape"):
         shape_config("llama")
-    assert set(SHAPES) == {"llama3-8b-shape", "llama3-1b-shape", "smollm2-135m-shape", "tiny"}
+    assert set(SHAPES) == {"llama3-8b-shape", "llama3-70b-shape", "llama3-1b-shape", "smollm2-135m-shape", "tiny"}

@@ -101,6 +101,31 @@ def test_prompts_are_the_same_in_every_run_and_differ_by_number_and_seed():
     assert {token for prompt in prompts for token in prompt} <= set(range(50))
 
 
+def test_questions_in_a_row_share_a_document():
+    load = Workload(input_len=9, output_len=1, vocab_size=10**6, document_len=6, num_questions=3)
+    documents, questions = zip(*((tuple(p[:6]), tuple(p[6:])) for p in map(load.prompt, range(9))), strict=True)
+    assert [documents.index(document) for document in documents] == [0, 0, 0, 3, 3, 3, 6, 6, 6]
+    assert len(set(questions)) == 9
+    assert {len(question) for question in questions} == {3}
+    assert load.warmup.prompt(0)[:6] not in map(list, documents)
+    one = Workload(input_len=9, output_len=1, vocab_size=10**6, document_len=6)
+    assert len({tuple(one.prompt(i)[:6]) for i in range(9)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"document_len": 5}, "a shared prefix of 5 tokens in prompts of 5"),
+        ({"document_len": -1}, "a shared prefix of -1"),
+        ({"num_questions": 2}, "2 questions about documents of 0 tokens"),
+        ({"document_len": 3, "num_questions": 0}, "0 questions"),
+    ],
+)
+def test_documents_are_shorter_than_prompts_and_have_questions(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Workload(input_len=5, output_len=3, vocab_size=50, **options)
+
+
 def test_a_warm_up_has_the_size_of_what_is_measured():
     assert (WORKLOAD.warmup.input_len, WORKLOAD.warmup.output_len) == (5, 3)
     assert WORKLOAD.warmup.warmup == WORKLOAD.warmup != WORKLOAD

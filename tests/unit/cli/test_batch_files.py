@@ -92,3 +92,11 @@ def test_what_can_be_read_once_is_stored_and_taken_away_again(folder, monkeypatc
 def test_a_file_is_read_where_it_is(folder):
     with files_of().readable() as files:
         assert files == files_of()
+
+
+def test_replicas_cannot_share_a_pipe(tmp_path):
+    piped, stored = (BatchFiles(name, tmp_path / "out.jsonl", tmp_path / "e") for name in (Path("-"), tmp_path / "in"))
+    piped.check_readers(1)
+    stored.check_readers(2)
+    with pytest.raises(InputError, match="2 replicas cannot share the pipe -: write it to a file"):
+        piped.check_readers(2)

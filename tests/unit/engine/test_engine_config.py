@@ -10,6 +10,7 @@ def test_the_defaults_are_those_of_a_gpu_of_ones_own():
     config = EngineConfig()
     assert (config.kv_memory_bytes, config.memory_fraction) == (None, 0.9)
     assert (config.block_size, config.max_num_seqs, config.max_batch_tokens) == (16, 256, 8192)
+    assert config.prefix_caching
     assert (config.prefill_chunk_tokens, config.max_model_len, config.compile, config.cuda_graphs) == (None,) * 4
 
 
@@ -37,6 +38,7 @@ def test_a_count_is_an_int_from_one(name, value):
             "raise the one or lower the other",
         ),
         ({"compile": "yes"}, "compile must be True, False or None: got 'yes'"),
+        ({"prefix_caching": None}, "prefix_caching must be True or False: got None"),
         ({"cuda_graphs": 2}, "cuda_graphs must be True, False or None: got 2"),
     ],
 )

@@ -41,7 +41,7 @@ def clock():
 
 @pytest.fixture
 def metrics(clock):
-    pool = SimpleNamespace(num_free=7, num_usable=9)
+    pool = SimpleNamespace(num_free=7, num_usable=9, num_cached=0)
     return EngineMetrics(SimpleNamespace(num_running=2, num_waiting=3, pool=pool), clock=lambda: clock.now)
 
 
@@ -135,7 +135,7 @@ def test_every_series_is_there_from_the_start(metrics):
 
 
 def test_the_first_token_tells_of_the_queue_and_the_prompt_the_others_of_the_gap(metrics):
-    first = request(4, times=[13.0], arrival_s=10.0, started_s=11.5)
+    first = request(4, times=[13.0], arrival_s=10.0, started_s=11.5, num_cached=3)
     later = request(5, times=[13.0, 13.25, 13.75])
     failed = request(6, finish_reason=FinishReason.ERROR)
     metrics.observe_tokens([first, later, failed])
@@ -144,6 +144,7 @@ def test_the_first_token_tells_of_the_queue_and_the_prompt_the_others_of_the_gap
     assert now["hf_sparsekv_queue_time_seconds_sum",] == 1.5
     assert now["hf_sparsekv_inter_token_latency_seconds_sum",] == 0.5
     assert (now["hf_sparsekv_output_tokens_total",], now["hf_sparsekv_prompt_tokens_total",]) == (2, 4)
+    assert (now["hf_sparsekv_prompt_tokens_cached_total",], now["hf_sparsekv_prefix_hits_total",]) == (3, 1)
 
 
 def test_tokens_per_second_are_those_of_the_last_while(metrics, clock):

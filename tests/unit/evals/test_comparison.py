@@ -44,7 +44,7 @@ def test_full_layers_are_made_up_for_by_the_others():
 
 def test_what_is_not_possible_is_said_with_what_is():
     with pytest.raises(ConfigError, match=r"10x is not possible, at most 7\.\d\dx: 3 of 30 layers keep everything"):
-        fit_budget({}, SHAPE, PROMPTS, 10.0, element_bytes=2)
+        fit_budget({"num_full_layers": 3}, SHAPE, PROMPTS, 10.0, element_bytes=2)
     with pytest.raises(ConfigError, match=r"at most .*0 of 30 layers.*at least 36 tokens.*which has 100 to 100"):
         fit_budget({"num_full_layers": 0}, SHAPE, [[100]], 4.0, element_bytes=2)
     assert fit_budget({"num_full_layers": 0}, SHAPE, [[100, 2000]], 4.0, element_bytes=2)  # the sum counts

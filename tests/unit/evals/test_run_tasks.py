@@ -93,6 +93,26 @@ def test_the_mode_decides_what_is_compressed(samples):
             assert context.tail == sample.document[-1:]
 
 
+def test_a_bounded_prefill_is_measured_by_its_own(go, model, samples, tmp_path):
+    """Its chunks go on from what it kept; the others share a prefill all the same."""
+    bounded = SMALL.with_(prefill="bounded", prefill_chunk_tokens=256)
+    go({"small": SMALL, "bounded": bounded})
+    lines = {line["id"]: line for line in lines_of(tmp_path / "out.jsonl")}
+    different = 0
+    for sample in (sample for sample in samples if sample.mode != NO_CONTEXT):
+        expected = outcome(SparseScorer(model, bounded, softmax_dtype=torch.float32), sample)
+        exact, found = (lines[f"{name}|{sample.id}"]["log_likelihoods"] for name in ("small", "bounded"))
+        assert found == pytest.approx(expected["log_likelihoods"], rel=MAX_LOGITS_RELATIVE_ERROR)
+        different += found != pytest.approx(exact, rel=1e-3)
+    assert different > 0
+
+
+def test_a_bounded_prefill_shorter_than_what_is_scored_is_refused_before_anything_is_read(go, tmp_path):
+    with pytest.raises(InputError, match=r"perplexity scores 2\d\d tokens .*'bounded' selects after every 100"):
+        go({"bounded": SMALL.with_(prefill="bounded", prefill_chunk_tokens=100)})
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_every_sample_is_measured_once_and_summed_up(go, samples, tmp_path):
     summary = go()
     header, *lines = lines_of(tmp_path / "out.jsonl")

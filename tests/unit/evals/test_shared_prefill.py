@@ -12,7 +12,7 @@ import hf_sparsekv as skv
 from evals.forks import ATTENTION_NAME
 from evals.scoring import Context, SparseScorer
 from evals.shared_prefill import SharedPrefill
-from hf_sparsekv.errors import InputError, ScoreError
+from hf_sparsekv.errors import ConfigError, InputError, ScoreError
 from hf_sparsekv.hf.cache_adapter import SparseKVCache
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 from hf_sparsekv.hf.switch import sparse_attention
@@ -221,3 +221,9 @@ def test_bfloat16_scores_are_as_near_to_fp32_as_those_of_a_cache_of_its_own():
     rounding = (reference - reference.bfloat16().float()).abs().max()
     allowed = ERROR_FACTOR * (own_values - reference).abs().max() + 2 * rounding
     assert (values - reference).abs().max() <= allowed
+
+
+def test_a_bounded_prefill_is_refused_by_name():
+    config = skv.SparseKVConfig(budget=20, prefill="bounded", prefill_chunk_tokens=16, **SMALL)
+    with pytest.raises(ConfigError, match=r"'mine' has prefill='bounded'.*SparseScorer"):
+        SharedPrefill(MODELS["llama"](), {"mine": config})

@@ -270,7 +270,7 @@ def test_hybrid_defaults_are_those_of_the_study():
     assert scorer.default_row_reduction == "max"
     assert (scorer.default_pooling.kind, scorer.default_pooling.width) == ("forward", 11)
     assert vars(scorer) == {
-        "share": 0.25,
+        "share": 0.5,
         "value_norm": False,
         "diversity": "keys_and_values",
         "diversity_width": 7,
