@@ -77,7 +77,7 @@ class SparseKVConfig:
     pooling: str | None = None
     """How scores spread before selection: "avg", "max", "forward" or "none"."""
     pool_kernel_size: int | None = None
-    """Width of the pooling, odd, 1 to 41 (11 for the default scorer)."""
+    """Width of the pooling, odd, 1 to 41 (21 for the default scorer)."""
     row_reduction: str | None = None
     """How the observed rows' weights are reduced: "mean" or "max"."""
     group_reduction: str | None = None

@@ -16,8 +16,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "num_full_layers": 0,
         "scorer": "snapkv",
         "row_reduction": "max",
-        "pooling": "forward",
-        "pool_kernel_size": 11,
+        "pool_kernel_size": 21,
     },
     # The original: three full layers, the window's mean over rows, SnapKV's pooling (arXiv 2404.14469).
     "published": {"num_full_layers": 3, "scorer": "snapkv"},

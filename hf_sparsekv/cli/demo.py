@@ -23,7 +23,6 @@ QUESTION = (
 )
 EXPECTED = "str.capitalize"
 DEMO_BUDGET = 512
-DEMO_SCORER = "hybrid"
 MAX_NEW_TOKENS = 32
 
 
@@ -40,7 +39,7 @@ def demo(
 
     console = Console()
     say = partial(console.print, highlight=False, soft_wrap=True)
-    config = SparseKVConfig(budget=budget, scorer=DEMO_SCORER)
+    config = SparseKVConfig(budget=budget)
     source = open_model(BUILTIN_ALIAS, trust_remote_code=False, console=console)
     ids = encode_prompt(source.tokenizer, QUESTION, document(), use_chat=True)
     say(f"document  Python's language reference, topic {TOPIC!r}, {ids.shape[1]:,} tokens with the question")

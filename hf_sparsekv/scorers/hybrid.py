@@ -13,8 +13,8 @@ DIVERSITIES = ("keys_and_values", "keys")
 class Hybrid(Scorer):
     """A share of the budget by attention from the prompt's last rows, the rest by diversity.
 
-    The window score takes the maximum over rows and spreads forward, so that what follows an attended token stays with
-    it; diversity saves what a question that comes later may ask for.
+    The window score takes the maximum over rows and spreads widely, so that what stands around an attended token stays
+    with it; diversity saves what a question that comes later may ask for.
 
     Source: ours; its parts are SnapKV's window (arXiv 2404.14469) and, see `KVDiversity`, KeyDiff's key diversity
     (arXiv 2504.15364).
@@ -25,7 +25,7 @@ class Hybrid(Scorer):
     uses_row_reduction = True
     uses_group_reduction = True
     default_row_reduction = "max"
-    default_pooling = Pooling("forward", 11)
+    default_pooling = Pooling("avg", 21)
 
     share: float = 0.5
     """Part of the free budget that the window score fills, in [0, 1]."""

@@ -76,15 +76,15 @@ def test_no_full_layers_unless_they_are_named():
 @pytest.mark.parametrize(
     ("options", "pool"),
     [
-        ({}, Pooling("forward", 11)),
+        ({}, Pooling("avg", 21)),
         ({"scorer": "snapkv"}, Pooling("avg", 7)),
         ({"scorer": "snapkv", "pool_kernel_size": 3}, Pooling("avg", 3)),
         ({"scorer": "snapkv", "pooling": "max"}, Pooling("max", 7)),
         ({"pooling": "forward", "pool_kernel_size": 21}, Pooling("forward", 21)),
         ({"pooling": "none"}, Pooling("none", 1)),
-        ({"scorer": "hybrid"}, Pooling("forward", 11)),
-        ({"scorer": "hybrid", "pooling": "avg"}, Pooling("avg", 11)),
-        ({"scorer": "hybrid", "pool_kernel_size": 5}, Pooling("forward", 5)),
+        ({"scorer": "hybrid"}, Pooling("avg", 21)),
+        ({"scorer": "hybrid", "pooling": "max"}, Pooling("max", 21)),
+        ({"scorer": "hybrid", "pool_kernel_size": 5}, Pooling("avg", 5)),
         ({"scorer": "tova"}, Pooling("none", 1)),
         ({"scorer": "tova", "pool_kernel_size": 5}, Pooling("avg", 5)),
         ({"scorer": "tova", "pooling": "max"}, Pooling("max", 7)),
@@ -363,7 +363,7 @@ def test_what_is_given_beats_the_preset():
     assert (config.num_full_layers, config.scorer) == (1, "snapkv")
     config = SparseKVConfig(preset="published", full_layers=[4])
     assert (config.num_full_layers, config.full_layers) == (None, (4,))
-    assert SparseKVConfig(preset="question-in-window", pool_kernel_size=5).pool == Pooling("forward", 5)
+    assert SparseKVConfig(preset="question-in-window", pool_kernel_size=5).pool == Pooling("avg", 5)
 
 
 def test_the_defaults_are_a_preset():

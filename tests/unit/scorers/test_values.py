@@ -268,7 +268,7 @@ def test_hybrid_defaults_are_those_of_the_study():
     scorer: Scorer = build_scorer("hybrid", {})
 
     assert scorer.default_row_reduction == "max"
-    assert (scorer.default_pooling.kind, scorer.default_pooling.width) == ("forward", 11)
+    assert (scorer.default_pooling.kind, scorer.default_pooling.width) == ("avg", 21)
     assert vars(scorer) == {
         "share": 0.5,
         "value_norm": False,
