@@ -22,7 +22,8 @@ QUESTION = (
     "Answer briefly."
 )
 EXPECTED = "str.capitalize"
-DEMO_BUDGET = 512
+DEMO_BUDGET = 640
+DEMO_PRESET = "question-in-window"
 MAX_NEW_TOKENS = 32
 
 
@@ -39,7 +40,7 @@ def demo(
 
     console = Console()
     say = partial(console.print, highlight=False, soft_wrap=True)
-    config = SparseKVConfig(budget=budget)
+    config = SparseKVConfig(preset=DEMO_PRESET, budget=budget)
     source = open_model(BUILTIN_ALIAS, trust_remote_code=False, console=console)
     ids = encode_prompt(source.tokenizer, QUESTION, document(), use_chat=True)
     say(f"document  Python's language reference, topic {TOPIC!r}, {ids.shape[1]:,} tokens with the question")
