@@ -22,7 +22,7 @@ from hf_sparsekv.option_values import (
     is_number,
     parse_json_object,
 )
-from hf_sparsekv.presets import preset_options
+from hf_sparsekv.presets import preset_options, without_preset_options
 from hf_sparsekv.scorers import Pooling, Scorer, build_scorer, describe_scorer
 from hf_sparsekv.scorers.base import DECODE_MODES, POOLINGS, REDUCTIONS
 from hf_sparsekv.scorers.checks import MAX_COUNT, check_int
@@ -103,10 +103,8 @@ class SparseKVConfig:
     def __post_init__(self, preset: str | None) -> None:
         """Take the preset, normalise sequences, resolve the scorer, and check every option."""
         set_ = object.__setattr__
-        for name, value in ({} if preset is None else preset_options(preset)).items():
-            instead = {"num_full_layers": "full_layers"}.get(name, name)
-            if not self._given & {name, instead}:  # type: ignore[attr-defined]
-                set_(self, name, value)
+        if preset is not None:
+            self._take_preset(preset, self._given)  # type: ignore[attr-defined]
         object.__delattr__(self, "_given")
         if self.full_layers is not None:
             set_(self, "full_layers", int_tuple("full_layers", self.full_layers))
@@ -242,9 +240,26 @@ class SparseKVConfig:
 
     def with_(self, **changes: Any) -> "SparseKVConfig":
         """A copy with some options changed, checked again."""
-        return replace(self, **changes)
+        if changes.get("preset") is None:
+            return replace(self, **changes)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return type(self)(**without_preset_options(values) | changes)
 
     # --- checks ---------------------------------------------------------------------------------------------------
+
+    def _take_preset(self, preset: str, given: frozenset[str]) -> None:
+        """Take the values of options that are not given and would have an effect beside those that are."""
+        options = dict(preset_options(preset))
+        if given >= options.keys():
+            raise ConfigError(f"preset={preset!r} has no effect: all that it decides is given, {', '.join(options)}")
+        if self.full_layers is not None or self.plan is not None:
+            del options["num_full_layers"]
+        if "scorer" in given and self.scorer != options["scorer"]:
+            options = {name: value for name, value in options.items() if name == "num_full_layers"}
+        if self.pooling == "none":
+            options.pop("pool_kernel_size", None)
+        for name in options.keys() - given:
+            object.__setattr__(self, name, options[name])
 
     def _take_plan(self) -> None:
         """Read the plan, and let its layers and budgets be this configuration's."""

@@ -25,6 +25,11 @@ PRESET_OPTIONS = frozenset(name for options in PRESETS.values() for name in opti
 """What a preset decides: options of these names that came before it no longer count."""
 
 
+def without_preset_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options but those that a preset decides: what is left when a preset comes over them."""
+    return {name: value for name, value in values.items() if name not in PRESET_OPTIONS}
+
+
 def preset_options(name: object) -> Mapping[str, Any]:
     """The options that a preset stands for.
 

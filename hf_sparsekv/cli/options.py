@@ -12,7 +12,7 @@ import typer
 
 from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.models_store import BUILTIN_ALIAS
-from hf_sparsekv.presets import PRESET_OPTIONS
+from hf_sparsekv.presets import without_preset_options
 
 if TYPE_CHECKING:
     from hf_sparsekv.config import Budget, SparseKVConfig
@@ -103,7 +103,7 @@ def option_values(
     """Options of SparseKVConfig by name: those of `base`, and over them what the command line gives."""
     values = dict(base)
     if preset is not None:
-        values = {name: value for name, value in values.items() if name not in PRESET_OPTIONS} | {"preset": preset}
+        values = without_preset_options(values) | {"preset": preset}
     if budget is not None:
         values["budget"] = parse_budget(budget)
     if full_layers is not None:
@@ -120,6 +120,8 @@ def option_values(
         name, equals, text = setting.partition("=")
         if not equals:
             raise ConfigError(f"--set {shown(setting)}: give name=value")
+        if name == "preset":
+            values = without_preset_options(values)
         values[name] = _json_or_text(text)
     return values
 

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.engine.sampling_params import SamplingParams
 from hf_sparsekv.errors import InputError, SparseKVError
+from hf_sparsekv.presets import without_preset_options
 
 MAX_LINE_BYTES = 32 * 2**20
 """A longer line is refused without being read into memory."""
@@ -262,6 +263,8 @@ def _encodable(name: str, text: str) -> str:
 def _changed(config: SparseKVConfig, changes: dict[str, Any]) -> SparseKVConfig:
     """A configuration with some options changed; what an option replaces goes with it."""
     values = config.to_dict()
+    if "preset" in changes:
+        values = without_preset_options(values)
     for new, old in (("full_layers", "num_full_layers"), ("num_full_layers", "full_layers")):
         if new in changes:
             values.pop(old, None)

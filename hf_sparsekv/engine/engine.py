@@ -207,6 +207,7 @@ class Engine(Uncopied):
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, as after a change of the model's weights; RequestError while requests are live."""
+        self._check_open("forget_prefixes()")
         self._scheduler.forget_prefixes()
 
     def generate(

@@ -52,7 +52,7 @@ class PrefixCache(BlockPool):
         self.num_evicted = 0
         """Entries that had to go since the beginning."""
         self._state = [0] * num_blocks
-        self._num_idle = 0
+        self._num_idle = self._num_cached = 0
         """Blocks that nobody but the cache holds."""
         # From the least to the most recently used; an entry is always before the one that it continues.
         # Numbers and blocks in plain tuples of numbers, which Python's garbage collector need not look through.
@@ -67,7 +67,7 @@ class PrefixCache(BlockPool):
     @property
     def num_cached(self) -> int:
         """Blocks that hold a remembered prefix, in use or not."""
-        return sum(state & _CACHED for state in self._state)
+        return self._num_cached
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, all or none; entries go where fewer are free.
@@ -156,6 +156,7 @@ class PrefixCache(BlockPool):
             if entry is None:
                 for block in blocks:
                     state[block] += _CACHED
+                self._num_cached += len(blocks)
                 self._last_number += 1
                 entry = self._entries[key] = (self._last_number, blocks)
             keys.append(key)
@@ -174,6 +175,7 @@ class PrefixCache(BlockPool):
     def _evict(self) -> None:
         _, (_, blocks) = self._entries.popitem(last=False)
         self.num_evicted += 1
+        self._num_cached -= len(blocks)
         state, unheld = self._state, []
         for block in blocks:
             left = state[block] = state[block] - _CACHED

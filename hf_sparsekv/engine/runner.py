@@ -16,6 +16,7 @@ from hf_sparsekv.engine.group import Group
 from hf_sparsekv.engine.sampler import SampledTokens
 from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.hf.compile import compile_layers, uncompile_layers
+from hf_sparsekv.hf.models import check_packed, text_config
 from hf_sparsekv.hf.paged import Step, running
 from hf_sparsekv.ops.kernels import decode_obstacle
 from hf_sparsekv.plan import ModelShape
@@ -46,7 +47,10 @@ class Runner:
 
         Raises:
             ConfigError: CUDA graphs were asked for where there can be none.
+            ModelError: requests of one batch would change one another's keys.
         """
+        longest = options.max_model_len or text_config(self._model.config).max_position_embeddings
+        check_packed(self._model.config, longest)
         self._wants_graphs = _wants_graphs(self._model, self._shape, options)
         if options.compile or (options.compile is None and self.device.type == "cuda"):
             compile_layers(self._model)

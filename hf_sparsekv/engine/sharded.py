@@ -161,6 +161,13 @@ class LeadingEngine(_SharedEngine):
         self._script.append(_Ended(request.request_id, request.finish_reason, request.error))
         return super()._forget(request)
 
+    def _read(self, step: InFlight) -> tuple[list[HostTokens], dict[str, str]]:
+        """An interrupt here, too, leaves the other ranks waiting where scores are to be compared."""
+        self._is_lost = bool(step.scored)
+        result = super()._read(step)
+        self._is_lost = False
+        return result
+
     def forget_prefixes(self) -> None:
         """See `Engine.forget_prefixes`."""
         super().forget_prefixes()

@@ -8,6 +8,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_sparsekv.errors import ModelError, shown
 from hf_sparsekv.plan import ModelShape
 
+ROTATE_HALF = frozenset(
+    {"granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "phi3"}
+    | {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2"}
+)
+"""Model types that rotate pairs (i, i + D/2) of a head forwards, see `scorers.rotation`."""
 _STATIC_ROPE_TYPES = ("linear", "llama3", "yarn")
 """RoPE variants whose frequencies do not depend on the length."""
 _MODALITIES = ("vision", "image", "video", "audio", "speech", "vq_", "protein")
@@ -60,6 +65,25 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
     )
 
 
+def check_packed(config: PreTrainedConfig, max_length: int) -> None:
+    """Refuse what makes a request's keys depend on the others in one packed forward pass.
+
+    Args:
+        config: of the model.
+        max_length: tokens of the longest request.
+    Raises:
+        ModelError: rotary factors that go by the longest position of the pass.
+    """
+    text = text_config(config)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    short = parameters.get("original_max_position_embeddings") or text.max_position_embeddings
+    if parameters.get("rope_type") == "longrope" and max_length > short:
+        raise ModelError(
+            f"model type {config.model_type!r} has rope_type 'longrope', whose factors go by the longest request of a "
+            f"batch: set EngineConfig(max_model_len={short}) or less, or use generate()"
+        )
+
+
 def check_supported(config: PreTrainedConfig) -> None:
     """Refuse features that would give wrong text, or that nobody tried, by name.
 
@@ -76,8 +100,14 @@ def check_supported(config: PreTrainedConfig) -> None:
 
 
 def rope_inv_freq(config: PreTrainedConfig, head_dim: int) -> Tensor | None:
-    """fp32 [head_dim / 2] RoPE frequencies, or None where they change with length or cover part of the head only."""
+    """fp32 [head_dim / 2] RoPE frequencies for scorers that undo the rotation; None where they cannot.
+
+    That is where the frequencies change with length or cover part of the head only, where some layer does not rotate,
+    and for model types that are not known to rotate pairs (i, i + head_dim / 2) forwards.
+    """
     text = text_config(config)
+    if text.model_type not in ROTATE_HALF or not all(getattr(text, "no_rope_layers", None) or [True]):
+        return None
     parameters = getattr(text, "rope_parameters", None) or {}
     kind = parameters.get("rope_type", "default")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:

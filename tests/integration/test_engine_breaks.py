@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_sparsekv as skv
 from hf_sparsekv.engine.inflight import InFlight
@@ -117,3 +118,22 @@ def test_a_second_thread_in_step_is_told_so(model, monkeypatch):
             engine.step()
         done.set()
         thread.join()
+
+
+def test_rotary_factors_that_go_by_the_batch_are_refused():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 96, "factor": 2.0}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=256, max_position_embeddings=192, head_dim=16, rope_parameters=rope, **sizes)
+    model = LlamaForCausalLM(config).eval()
+    with pytest.raises(skv.ModelError, match=r"'longrope'.*max_model_len=96"):
+        skv.Engine(model, CONFIG, OPTIONS)
+    with skv.Engine(model, CONFIG, OPTIONS.with_(max_model_len=96)) as engine:
+        assert len(tokens(engine)) == 10
+
+
+def test_a_closed_engine_has_no_prefixes_to_forget(model):
+    engine = skv.Engine(model, CONFIG, OPTIONS)
+    engine.close()
+    with pytest.raises(skv.CacheError, match="the engine is closed"):
+        engine.forget_prefixes()

@@ -1,5 +1,6 @@
 """What we rely on in transformers, by name: an upgrade that changes it fails here first."""
 
+import importlib
 import inspect
 
 import pytest
@@ -118,5 +119,28 @@ def test_rope_parameters_are_where_we_read_them():
     )
     rotary = modeling_llama.LlamaRotaryEmbedding(config)
     assert torch.allclose(rope_inv_freq(config, 16), rotary.inv_freq)
+    config.no_rope_layers = [1, 0]
+    assert rope_inv_freq(config, 16) is None
+    config.no_rope_layers = None
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
     assert rope_inv_freq(config, 16) is None
+
+
+def test_the_rotation_is_ours_where_we_say_so():
+    from hf_sparsekv.hf.models import ROTATE_HALF
+    from hf_sparsekv.scorers.rotation import rotate
+
+    queries, angles = torch.randn(1, 2, 5, 16), torch.rand(1, 5, 8)
+    cos, sin = (torch.cat([part, part], dim=-1) for part in (angles.cos(), angles.sin()))
+    for name in sorted(ROTATE_HALF):
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        turned, _ = module.apply_rotary_pos_emb(queries, queries, cos, sin)
+        torch.testing.assert_close(turned, rotate(queries, angles[:, None]), msg=name)
+
+
+def test_models_that_rotate_otherwise_get_no_frequencies():
+    from transformers import CohereConfig
+
+    from hf_sparsekv.hf.models import rope_inv_freq
+
+    assert rope_inv_freq(CohereConfig(hidden_size=64, num_attention_heads=4), 16) is None

@@ -374,3 +374,20 @@ def test_the_defaults_are_a_preset():
 def test_an_unknown_preset_is_refused_with_those_there_are(name):
     with pytest.raises(ConfigError, match=r"unknown preset .*: choose one of balanced, question-in-window, published"):
         SparseKVConfig(preset=name)
+
+
+def test_a_preset_over_a_configuration_decides_what_it_decides():
+    base = SparseKVConfig(preset="question-in-window", budget=300, num_sink_tokens=2)
+    assert base.with_(preset="published") == SparseKVConfig(preset="published", budget=300, num_sink_tokens=2)
+    assert base.with_(preset="published", num_full_layers=1).num_full_layers == 1
+
+
+def test_a_preset_that_decides_nothing_is_refused():
+    with pytest.raises(ConfigError, match="preset='balanced' has no effect"):
+        SparseKVConfig.from_dict(SparseKVConfig().to_dict() | {"preset": "balanced"})
+
+
+def test_a_preset_leaves_out_what_has_no_effect_beside_what_is_given():
+    other = SparseKVConfig(preset="question-in-window", scorer="tova")
+    assert (other.num_full_layers, other.row_reduction, other.pool) == (0, None, Pooling("none", 1))
+    assert SparseKVConfig(preset="question-in-window", pooling="none").pool == Pooling("none", 1)

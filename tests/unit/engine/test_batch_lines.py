@@ -82,6 +82,11 @@ def test_equal_configs_are_one_object(read):
     assert lines[0].config is lines[2].config is not lines[1].config
 
 
+def test_a_line_may_name_a_preset(read):
+    (line,) = read('{"prompt": "a", "config": {"preset": "published"}}')
+    assert (line.config.num_full_layers, line.config.scorer) == (3, "snapkv")
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
