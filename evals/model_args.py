@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ConfigError, shown
 
-OPTIONS = tuple(field.name for field in fields(SparseKVConfig))
+OPTIONS = tuple(SparseKVConfig.option_names())
 _LISTS = ("full_layers", "budget")
 _NEARLY = 0.8
 

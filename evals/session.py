@@ -149,8 +149,9 @@ def _methods(request: EvalRequest) -> list[Method]:
     """Every configuration that is asked for, options checked; those of `PUBLISHED` need the model and come later."""
     made = []
     named = [name for name in request.methods if name != PUBLISHED]
-    if named and "scorer" in request.options:
-        raise ConfigError("--method names the scorers: leave out --scorer, or give --config name:scorer=...")
+    for option in ("scorer", "preset") if named else ():
+        if option in request.options:
+            raise ConfigError(f"--method names the scorers: leave out --{option}, or give --config name:{option}=...")
     made += methods_of(named, request.ratios, request.options)
     files = [text for text in request.configs if ":" not in text]
     for text in request.configs:

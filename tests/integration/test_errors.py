@@ -178,7 +178,7 @@ def test_configurations_that_do_not_fit_the_model_are_refused(tiny_llama):
     for options, message in (
         ({"num_full_layers": 5}, "only 4 layers"),
         ({"full_layers": (4,)}, "layers 0 to 3"),
-        ({"budget": (64, 64)}, "lists 2 layers, but 1 layers"),
+        ({"num_full_layers": 3, "budget": (64, 64)}, "lists 2 layers, but 1 layers"),
     ):
         with pytest.raises(skv.ConfigError, match=message):
             skv.SparseKVCache(config, skv.SparseKVConfig(**options))

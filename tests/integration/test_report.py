@@ -95,8 +95,8 @@ def test_the_report_is_json_and_counts_what_happened(tiny_llama):
     assert report["evicted_while_decoding"] == 2 * 3 * 30
     assert report["ratio"] == pytest.approx(report["cache_bytes"] / report["dense_bytes"])
     assert report["dense_bytes"] == 2 * 130 * 4 * 2 * 2 * 16 * 4
-    assert report["in_force"]["scorer"] == "snapkv"
-    assert report["in_force"]["pool_kernel_size"] == 7
+    assert report["in_force"]["scorer"] == "hybrid"
+    assert report["in_force"]["pool_kernel_size"] == 21
     assert skv.SparseKVConfig.from_dict(report["config"]) == skv.SparseKVConfig(**SMALL)
     assert set(report["versions"]) == {"hf_sparsekv", "transformers", "torch"}
     sinks_and_recent = set(range(4)) | set(range(122, 130))
@@ -140,7 +140,7 @@ def test_the_reported_options_make_the_same_configuration_again(tiny_llama, scor
 def test_a_cache_and_an_output_say_what_they_are_in_a_line(tiny_llama):
     config = skv.SparseKVConfig(**SMALL)
     cache = skv.SparseKVCache(tiny_llama().config, config)
-    assert repr(cache).startswith("SparseKVCache(1 full + 3 window layers, budget=24, scorer='snapkv', 0 requests, no")
+    assert repr(cache).startswith("SparseKVCache(1 full + 3 window layers, budget=24, scorer='hybrid', 0 requests, no")
     output = skv.generate(tiny_llama(), torch.randint(3, 256, (2, 60)), config, max_new_tokens=5, **OPTIONS)
     assert "2 requests, 64 tokens seen" in repr(output.cache)
     assert f"{output.report['cache_bytes']:,} bytes)" in repr(output.cache)
