@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.hf.cache_adapter import SparseKVCache
-from hf_sparsekv.hf.compat import CACHE_KEYWORD
+from hf_sparsekv.hf.compat import CACHE_KEYWORD, can_chunk_a_later_turn
 from hf_sparsekv.hf.models import check_model, text_config
 from hf_sparsekv.hf.shared_choice import shared_choice
 from hf_sparsekv.hf.switch import sparse_attention
@@ -103,8 +103,16 @@ def _generate(
             f"the cache has seen {cache.get_seq_length()} tokens, the inputs have {prompt_length}: pass the whole "
             "conversation, the new turn at its end"
         )
-    if cache.config.chunk_tokens is not None and _in_force("prefill_chunk_size", model, options) is None:
-        options = {**options, "prefill_chunk_size": cache.config.chunk_tokens}
+    chunk = cache.config.chunk_tokens
+    if chunk is not None and _in_force("prefill_chunk_size", model, options) is None:
+        num_new = prompt_length - int(cache.get_seq_length())
+        if cache.get_seq_length() == 0 or can_chunk_a_later_turn():
+            options = {**options, "prefill_chunk_size": chunk}
+        elif num_new > chunk:
+            raise InputError(
+                f"a later turn has {num_new} new tokens, more than prefill_chunk_tokens={chunk}: this transformers "
+                "cannot cut it; give a larger prefill_chunk_tokens, or take transformers 5.24"
+            )
     batch = _padded_on_the_left(batch, int(cache.get_seq_length()))
     cache.expect_prompt(prompt_length - int(cache.get_seq_length()))
     start = time.perf_counter()

@@ -33,3 +33,8 @@ def check_version() -> None:
             f"found {transformers.__version__}",
             stacklevel=3,
         )
+
+
+def can_chunk_a_later_turn() -> bool:
+    """Whether transformers' chunked prefill goes on where a cache ends; older ones begin again at the first token."""
+    return "prefill_ids" in transformers.GenerationMixin._prefill.__code__.co_varnames
