@@ -74,7 +74,7 @@ eval-smoke: setup
 	$(BIN)/hf-sparsekv fetch --quiet
 	@mkdir -p .cache && rm -f .cache/eval_smoke.jsonl
 	$(BIN)/hf-sparsekv eval --tasks needle,document_qa,perplexity --lengths 512 --limit 2 --essay pydoc \
-	  --method random,snapkv,hybrid --compression 4 --out .cache/eval_smoke.jsonl --json .cache/eval_smoke.json
+	  --method random,snapkv,balanced --compression 4 --out .cache/eval_smoke.jsonl --json .cache/eval_smoke.json
 	$(BIN)/python -m evals.tables --check
 
 # The site, in .cache/site; a broken link or reference fails. Nothing is loaded from elsewhere.
