@@ -18,7 +18,7 @@ GOOD = [[(7 * i + j) % 250 + 3 for i in range(length)] for j, length in enumerat
 BAD_LENGTH = 33
 """Of the prompt that a scorer fails on: it sees no ids."""
 BAD_PROMPT = [5] * BAD_LENGTH
-POISON_ID = 0
+POISON_ID = 7
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +299,7 @@ def test_a_prompt_that_the_scorer_fails_on_fails_alone(model, fails, message, ch
 @pytest.mark.parametrize("chunk", [None, 10])
 def test_a_request_whose_numbers_are_nan_fails_alone_and_poisons_no_block(model, changes, chunk, monkeypatch):
     """The embedding of one token is NaN, and with it every key, value and logit of prompts that hold it."""
-    config, bad = SPARSE.with_(scorer="snapkv", **changes), [POISON_ID, *GOOD[3]]
+    config, bad = SPARSE.with_(**changes), [POISON_ID, *GOOD[3]]
     weight = model.get_input_embeddings().weight
     monkeypatch.setattr(weight, "data", weight.data.index_fill(0, torch.tensor([POISON_ID]), float("nan")))
     with skv.Engine(model, config, OPTIONS.with_(prefill_chunk_tokens=chunk)) as engine:

@@ -1,9 +1,9 @@
 """How much a bounded prefill's kept set depends on where chunks end, on real text with the built-in model.
 
 The measure is the share of scored tokens (sinks and recent ones left out) that two runs both keep, mean over layers and
-KV heads. With budget 192 of 768 tokens, a random choice shares 0.22. Measured: hybrid 0.49 to 0.56 between chunks of
-128, 192 and 256 tokens, and 0.53 to 0.54 with the exact prefill (without attention in the score, by keys alone, 0.86).
-The stated tolerance is 0.45 of what is kept.
+KV heads. With budget 192 of 768 tokens, a random choice shares 0.22. Measured: kv_diversity 0.82 between
+chunks of 128, 192 and 256 tokens, and 0.76 to 0.82 with the exact prefill. The stated tolerance is half of them.
+It is stated for kv_diversity only: hybrid, the default, shares 0.49 to 0.56 and 0.53 to 0.54, and does not keep it.
 """
 
 from itertools import pairwise
@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_sparsekv as skv
 
 LENGTH, SINKS, RECENT = 768, 4, 32
-HYBRID = skv.SparseKVConfig(
-    budget=192, scorer="hybrid", num_sink_tokens=SINKS, num_recent_tokens=RECENT, observation_window=RECENT
+DIVERSE = skv.SparseKVConfig(
+    budget=192, scorer="kv_diversity", num_sink_tokens=SINKS, num_recent_tokens=RECENT, observation_window=RECENT
 )
-TOLERANCE = 0.45
+TOLERANCE = 0.5
 
 
 def scored(model, ids, config):
@@ -34,13 +34,13 @@ def overlap(one, other):
     return sum(shares) / len(shares)
 
 
-def test_the_kept_set_depends_on_the_chunks_within_the_tolerance(builtin_model_path):
+def test_half_of_what_is_kept_does_not_depend_on_the_chunks(builtin_model_path):
     model = AutoModelForCausalLM.from_pretrained(builtin_model_path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(builtin_model_path)
     ids = tokenizer(topics["string-methods"], return_tensors="pt").input_ids[:, :LENGTH]
-    chunks = [HYBRID.with_(prefill="bounded", prefill_chunk_tokens=tokens) for tokens in (128, 192, 256)]
-    runs = [scored(model, ids, config) for config in [*chunks, HYBRID]]
-    floor = overlap(runs[-1], scored(model, ids, HYBRID.with_(scorer="random")))
+    chunks = [DIVERSE.with_(prefill="bounded", prefill_chunk_tokens=tokens) for tokens in (128, 192, 256)]
+    runs = [scored(model, ids, config) for config in [*chunks, DIVERSE]]
+    floor = overlap(runs[-1], scored(model, ids, DIVERSE.with_(scorer="random")))
     assert floor < TOLERANCE / 2
     for one, other in pairwise(runs):
         assert overlap(one, other) >= TOLERANCE
