@@ -32,9 +32,10 @@ import hf_sparsekv as skv
 from evals.tasks.catalog import samples_of
 from evals.tasks.essay import SOURCES, EssayTokens, load_essay
 from evals.tasks.measure import context_of
-from evals.tasks.provenance import commit, model_facts, versions
+from evals.tasks.provenance import model_facts, versions
 from evals.tasks.samples import AWARE, EXACT, NLL, NO_CONTEXT, Sample
 from evals.tasks.stats import bootstrap, mean, mean_difference, perplexity
+from hf_sparsekv.bench.machine import commit
 from hf_sparsekv.cli.loading import load_weights, open_model
 from hf_sparsekv.errors import SparseKVError
 from hf_sparsekv.hf.models import model_shape, rope_inv_freq

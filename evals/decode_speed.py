@@ -24,8 +24,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import hf_sparsekv as skv
-from evals.tasks.provenance import commit
 from hf_sparsekv.attention import forward as forward_module
+from hf_sparsekv.bench.machine import commit
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 from hf_sparsekv.models_store import resolve_model
 

@@ -23,10 +23,11 @@ from evals.ledger import EvictionError
 from evals.run_tasks import dense_config
 from evals.tasks.lines import SampleLines
 from evals.tasks.mmlu import GROUP, build_layout, load_examples, load_questions
-from evals.tasks.provenance import commit, model_facts, versions
+from evals.tasks.provenance import model_facts, versions
 from evals.tasks.samples import AWARE
 from evals.tasks.stats import bootstrap, mean, mean_difference
 from evals.tasks.summary import DENSE
+from hf_sparsekv.bench.machine import commit
 from hf_sparsekv.errors import ConfigError, InputError
 from hf_sparsekv.hf.models import model_shape
 

@@ -106,6 +106,7 @@ def cases_of(model: Any, kind: str, options: argparse.Namespace, place: Place, d
         max_model_len=options.input_len + longest,
         cuda_graphs=False if options.no_cuda_graphs else None,
         compile=False if options.no_compile else None,
+        prefix_caching=False,  # every case has the same prompts
     )
     try:
         engine = skv.Engine(model, method, engine_options)

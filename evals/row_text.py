@@ -33,7 +33,9 @@ def origin(report: Mapping[str, Any]) -> str:
     suites = list(report.get("suites", {"": report}).values())
     model = suites[0]["model"]
     commits = sorted({commit for suite in suites for commit in suite.get("commits") or [str(suite["commit"])]})
-    short = " and ".join(commit[:12] + "+" * commit.endswith("+") for commit in commits)
+    short = " and ".join(
+        commit if commit.endswith("-dirty") else commit[:12] + "+" * commit.endswith("+") for commit in commits
+    )
     weights = model["weights_sha256"][:8]
     return (
         f"{model['name']} (weights {weights}, {model['dtype']}, {model['device']}), "

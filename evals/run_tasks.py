@@ -33,9 +33,10 @@ from evals.tasks.catalog import TASKS, samples_of
 from evals.tasks.essay import AUTO, SOURCES, EssayTokens, load_essay
 from evals.tasks.lines import SampleLines
 from evals.tasks.measure import HELD_BACK_TOKENS, context_of
-from evals.tasks.provenance import commit, model_facts, versions
+from evals.tasks.provenance import model_facts, versions
 from evals.tasks.samples import HALVES, MODES, NO_CONTEXT, Sample
 from evals.tasks.summary import DENSE, Results, rows
+from hf_sparsekv.bench.machine import commit
 from hf_sparsekv.cli.loading import DTYPES, load_weights, open_model
 from hf_sparsekv.errors import ConfigError, InputError, SparseKVError, shown
 from hf_sparsekv.models_store import BUILTIN_ALIAS

@@ -1,9 +1,7 @@
-"""What made a figure: versions, commit, the model by its weights."""
+"""What made a figure: versions, and the model by its weights."""
 
 import hashlib
 import platform
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,17 +20,6 @@ def versions() -> dict[str, str]:
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
-
-
-def commit() -> str | None:
-    """The commit of this checkout, with a + where files differ from it; None outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head + "+" * bool(changed.strip())
 
 
 def weights_sha256(model: torch.nn.Module) -> str:

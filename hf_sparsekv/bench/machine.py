@@ -34,11 +34,14 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """What `git describe` says of the sources; None when they are not a checkout."""
+    """The commit of the sources, -dirty where files differ; of an archive, what it was made of.
+
+    None for an installed copy.
+    """
     folder = Path(hf_sparsekv.__file__).parent
     # An installed copy may lie in a virtual environment inside some other repository: only tracked sources count.
     if _git(folder, "ls-files", "--error-unmatch", "version.py") is None:
-        return None
+        return _archived_commit(folder.parent / ".git_archival.txt")
     return _git(folder, "describe", "--always", "--dirty", "--tags")
 
 
@@ -106,6 +109,15 @@ class MemoryWatch:
             return None
         torch.cuda.synchronize(self._device)
         return torch.cuda.memory_allocated(self._device)
+
+
+def _archived_commit(note: Path) -> str | None:
+    """What `git archive` wrote into this file; None where it is not there, or was not written."""
+    try:
+        found = note.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return None if not found or found.startswith("$") else found
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
