@@ -6,6 +6,7 @@
     <!-- serving:serving_h200 -->                 a table of `evals/results/serving_h200.json`
     <!-- equal:serving_h200 -->                   its engines side by side at an equal batch
     <!-- shapes:budget_shapes_needle -->          likewise, of a comparison of budget shapes
+    <!-- parallel:parallel_tp1 parallel_tp2 -->   one model on several GPUs, against the same on one
     <!-- notebooks:notebooks -->                  the notebooks of a folder, each with its first paragraph
     <!-- scorers:3 -->                            the reference of every registered scorer, under headings of that level
 
@@ -30,7 +31,7 @@ SITE_RESULTS = "benchmarks/results/"
 CLI_PAGE = "reference/cli.md"
 SHOWN_RESULTS = (".json", ".png", ".svg")
 
-_MARKER = re.compile(r"<!-- (?P<kind>section|serving|equal|shapes|notebooks|scorers):(?P<argument>.+?) -->")
+_MARKER = re.compile(r"<!-- (?P<kind>section|serving|equal|shapes|parallel|notebooks|scorers):(?P<argument>.+?) -->")
 _LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 _PLACES = (("evals/results/", SITE_RESULTS), ("kernels/README.md", "how-to/build-kernels.md"), ("docs/", ""))
 """Links of documents at the repository's root, as the site has their targets."""
@@ -81,8 +82,8 @@ def filled(markdown: str, page: str) -> str:
             return notebooks(ROOT / argument)
         if kind == "scorers":
             return scorers(int(argument))
-        report = json.loads(_read(RESULTS / f"{argument}.json"))
-        return _TABLES[kind](report)
+        reports = [json.loads(_read(RESULTS / f"{name}.json")) for name in argument.split()]
+        return parallel_table(reports) if kind == "parallel" else _TABLES[kind](*reports)
 
     return _MARKER.sub(made, markdown)
 
@@ -223,6 +224,49 @@ def equal_table(report: Mapping[str, Any]) -> str:
     complete = {c: case for (_, c), case in found.items() if len(case) == len(engines)}
     rows = [(str(c), *(f"{complete[c][engine]:,.0f}" for engine in engines)) for c in sorted(complete)]
     return _markdown(("c", *(f"{engine}, tokens/s" for engine in engines)), rows)
+
+
+def parallel_table(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: prefill and decode of `evals/parallel_speed.py` side by side, with what more GPUs made of it.
+
+    Args:
+        reports: one or more for each number of GPUs; the first has the figures of the fewest.
+    """
+    found: dict[tuple[str, str, int], dict[int, Mapping[str, Any]]] = {}
+    for report in reports:
+        for run in report["runs"]:
+            if "decode_tokens_per_s" in run:
+                found.setdefault((run["shape"], run["kind"], run["concurrency"]), {})[report["tp"]] = run
+    sizes = sorted({report["tp"] for report in reports})
+    heads = ["model", "cache", "c"]
+    heads += [f"{what}, {size} GPU{'s' * (size > 1)}" for what in ("prefill", "decode") for size in sizes]
+    rows = [
+        (
+            shape.removesuffix("-shape"),
+            kind,
+            str(concurrency),
+            *(_sped(cases, size, "prefill_tokens_per_s") for size in sizes),
+            *(_sped(cases, size, "decode_tokens_per_s") for size in sizes),
+            *(
+                f"{(cases[size]['collectives'] or {}).get('share', 0):.0%}" if size in cases else "-"
+                for size in sizes[1:]
+            ),
+        )
+        for (shape, kind, concurrency), cases in sorted(found.items(), key=lambda case: (case[0][0][::-1], case[0]))
+    ]
+    heads += [f"collectives, {size} GPUs" for size in sizes[1:]]
+    first = reports[0]
+    made = f"{first['device']['name']}, {first['date'][:10]}, commit {first['commit']}"
+    commands = "\n".join(str(report["command"]) for report in reports)
+    return f"{_markdown(heads, rows)}\n{made}, torch {first['versions']['torch']}.\n\n```\n{commands}\n```\n"
+
+
+def _sped(cases: Mapping[int, Mapping[str, Any]], size: int, figure: str) -> str:
+    """A rate, and what it is of the smallest number of GPUs that has one."""
+    if size not in cases:
+        return "-"
+    rate, least = cases[size][figure], min(cases)
+    return f"{rate:,.0f}" + (f" ({rate / cases[least][figure]:.2f}x)" if size > least else "")
 
 
 def shapes_table(report: Mapping[str, Any]) -> str:

@@ -82,3 +82,16 @@ def test_every_marker_of_every_page_is_replaced(site):
     for path in sorted((ROOT / "docs").glob("**/*.md")):
         page = path.relative_to(ROOT / "docs").as_posix()
         assert not site._MARKER.search(site.filled(path.read_text(encoding="utf-8"), page)), page
+
+
+def test_several_gpus_stand_beside_one(site):
+    def report(tp, **figures):
+        run = {"shape": "tiny", "kind": "sparse", "concurrency": 10, "prefill_tokens_per_s": 1000.0}
+        run |= {"decode_tokens_per_s": 100.0, "collectives": {"share": 0.1}} | figures
+        big = {"shape": "big", "error": "OutOfMemoryError: too large"}
+        facts = {"device": {"name": "card"}, "date": "2026-01-02T00:00", "commit": "abc", "versions": {"torch": "2"}}
+        return {"tp": tp, "runs": [run, big], "command": f"speed --tp {tp}", **facts}
+
+    found = site.parallel_table([report(1), report(2, decode_tokens_per_s=150.0, prefill_tokens_per_s=1900.0)])
+    assert "| tiny | sparse | 10 | 1,000 | 1,900 (1.90x) | 100 | 150 (1.50x) | 10% |" in found
+    assert "speed --tp 1\nspeed --tp 2" in found
