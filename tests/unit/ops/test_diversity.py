@@ -6,6 +6,7 @@ Shapes: B request, K KV head, N token, D head dim, n tokens of one request.
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_sparsekv import ops
 from hf_sparsekv.errors import InputError
@@ -122,6 +123,21 @@ def test_the_rotation_is_undone():
 def test_without_tokens_there_is_nothing():
     empty = torch.empty(2, K, 0, D)
     assert ops.kv_diversity(empty, empty, int32(0, 0), INV_FREQ).shape == (2, K, 0)
+
+
+def test_it_compiles_into_one_graph_for_every_length():
+    torch._dynamo.reset()
+
+    def layer(keys: Tensor, values: Tensor, lengths: Tensor, inv_freq: Tensor) -> Tensor:
+        return ops.kv_diversity(keys, values, lengths, inv_freq).mul(2.0)
+
+    frames = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=frames, dynamic=True)
+    keys, values, _ = (t.nan_to_num(0.0) for t in inputs())
+    for length in (40, 41, N):
+        given = (keys[:, :, :length].contiguous(), values[:, :, :length].contiguous(), int32(*[length] * B), INV_FREQ)
+        assert_bitwise_equal(compiled(*given), layer(*given))
+    assert frames.frame_count == 1
 
 
 def test_positions_that_change_nothing_are_refused():
