@@ -12,7 +12,7 @@ ROTATE_HALF = frozenset(
     {"granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "phi3"}
     | {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2"}
 )
-"""Model types that rotate pairs (i, i + D/2) of a head forwards, see `scorers.rotation`."""
+"""Model types that rotate pairs (i, i + D/2) of a head forwards, see `ops.reference.rotation`."""
 _STATIC_ROPE_TYPES = ("linear", "llama3", "yarn")
 """RoPE variants whose frequencies do not depend on the length."""
 _MODALITIES = ("vision", "image", "video", "audio", "speech", "vq_", "protein")

@@ -19,6 +19,7 @@ attention_varlen: Callable[..., tuple[Tensor, Tensor]] = _namespace.attention_va
 window_lse: Callable[..., Tensor] = _namespace.window_lse
 window_score: Callable[..., tuple[Tensor, Tensor]] = _namespace.window_score
 key_anchor: Callable[..., Tensor] = _namespace.key_anchor
+kv_diversity: Callable[..., Tensor] = _namespace.kv_diversity
 pool_scores: Callable[..., Tensor] = _namespace.pool_scores
 select: Callable[..., tuple[Tensor, Tensor, Tensor]] = _namespace.select
 compact: Callable[..., tuple[Tensor, Tensor]] = _namespace.compact
@@ -40,6 +41,7 @@ __all__ = [
     "decode_step",
     "find_victim",
     "key_anchor",
+    "kv_diversity",
     "pool_scores",
     "select",
     "window_lse",

@@ -57,6 +57,12 @@ def check_select(scores: Tensor, lengths: Tensor, budgets: Tensor, **_: Any) -> 
     _check_range("budgets", budgets, 0, torch.iinfo(torch.int32).max, "a number of tokens")
 
 
+def check_diversity(keys: Tensor, lengths: Tensor, **_: Any) -> None:
+    """Lengths within the keys and values."""
+    _check_batch("keys", keys, lengths)
+    _check_range("lengths", lengths, 0, keys.shape[2], "the tokens that `keys` has")
+
+
 def check_compact(k_pool: Tensor, index: Tensor, block_table: Tensor | None = None, **_: Any) -> None:
     """Every kept position is a slot, and its page exists."""
     _check_range("index", index, -1, _room(k_pool, block_table) - 1, "the slots that a request can have, -1 for none")
@@ -132,6 +138,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "window_lse": check_stored,
     "window_score": check_stored,
     "key_anchor": check_stored,
+    "kv_diversity": check_diversity,
     "select": check_select,
     "compact": check_compact,
     "compact_into": check_compact_into,

@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_sparsekv.errors import ConfigError, InputError
 from hf_sparsekv.ops import reference
 from hf_sparsekv.ops.launchers import launchers
+from hf_sparsekv.ops.reference.diversity import DIVERSITY_BYTES
 
 LIBRARY_VARIABLE = "HF_SPARSEKV_KERNELS"
 """Path of the compiled library, or "off"; default: that of the installed package hf_sparsekv_kernels."""
@@ -128,6 +129,26 @@ def key_anchor(k_pool: Tensor, lengths: Tensor, max_length: int, block_table: Te
     workspace = anchor.new_empty(anchor.numel() * _key_splits(max_length))
     ops.key_anchor(anchor, workspace, k_pool, lengths, block_table, max_length)
     return anchor
+
+
+def kv_diversity(
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    inv_freq: Tensor | None = None,
+    positions: Tensor | None = None,
+    temporary_bytes: int = DIVERSITY_BYTES,
+) -> Tensor:
+    """See `reference.kv_diversity`."""
+    ops = load()
+    if ops is None or not _is_half(keys, values):
+        return reference.kv_diversity(keys, values, lengths, inv_freq, positions, temporary_bytes)
+    result = keys.new_empty(keys.shape[:3], dtype=torch.float32)
+    # Directions and moments of every split of keys and of values, and the values' part of every token.
+    per_head = 2 * _key_splits(keys.shape[2]) * (keys.shape[3] + 2) + keys.shape[2]
+    workspace = result.new_empty(keys.shape[0] * keys.shape[1] * per_head)
+    ops.kv_diversity(result, workspace, keys, values, lengths, inv_freq, positions)
+    return result
 
 
 def select(
@@ -341,6 +362,7 @@ KERNELS = {
     "window_lse": window_lse,
     "window_score": window_score,
     "key_anchor": key_anchor,
+    "kv_diversity": kv_diversity,
     "select": select,
     "compact": compact,
     "compact_into": compact_into,

@@ -11,6 +11,7 @@ COMPILED: dict[str, tuple[str, Mapping[str, str]]] = {
     "window_lse": ("lse_tail", {}),
     "window_score": ("score", {}),
     "key_anchor": ("key_anchor", {}),
+    "kv_diversity": ("kv_diversity", {}),
     "select": ("select", {}),
     "compact": ("compact", {"in_table": "block_table"}),
     "compact_into": (

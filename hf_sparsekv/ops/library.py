@@ -15,6 +15,7 @@ from hf_sparsekv.ops import reference
 from hf_sparsekv.ops.debug import guarded
 from hf_sparsekv.ops.kernels import KERNELS
 from hf_sparsekv.ops.prefill import PREFILL
+from hf_sparsekv.ops.reference.diversity import DIVERSITY_BYTES
 
 NAMESPACE = "hf_sparsekv"
 
@@ -35,6 +36,10 @@ SCHEMAS = {
         " Tensor? anchor=None) -> (Tensor, Tensor)"
     ),
     "key_anchor": "(Tensor k_pool, Tensor lengths, SymInt max_length, Tensor? block_table=None) -> Tensor",
+    "kv_diversity": (
+        "(Tensor keys, Tensor values, Tensor lengths, Tensor? inv_freq=None, Tensor? positions=None,"
+        f" int temporary_bytes={DIVERSITY_BYTES}) -> Tensor"
+    ),
     "pool_scores": "(Tensor scores, Tensor lengths, str pooling, int width) -> Tensor",
     "select": (
         "(Tensor scores, Tensor lengths, Tensor budgets, SymInt capacity, int num_sinks, int num_recent, str pooling,"
@@ -101,6 +106,10 @@ def _fake_key_anchor(k_pool: Tensor, lengths: Tensor, *_: Any, **__: Any) -> Ten
     return k_pool.new_empty((lengths.shape[0], k_pool.shape[1], k_pool.shape[3]), dtype=torch.float32)
 
 
+def _fake_kv_diversity(keys: Tensor, *_: Any, **__: Any) -> Tensor:
+    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
+
+
 def _fake_pool_scores(scores: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(scores, memory_format=torch.contiguous_format)
 
@@ -154,6 +163,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "window_lse": _fake_window_lse,
     "window_score": _fake_window_score,
     "key_anchor": _fake_key_anchor,
+    "kv_diversity": _fake_kv_diversity,
     "pool_scores": _fake_pool_scores,
     "select": _fake_select,
     "compact": _fake_compact,

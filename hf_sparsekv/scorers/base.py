@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv import ops
-from hf_sparsekv.scorers.diversity import CHUNK_BYTES, sum_of_unlikeness
-from hf_sparsekv.scorers.rotation import rotate
 
 Queries = Literal["none", "last", "all"]
 QUERIES = ("none", "last", "all")
@@ -25,6 +23,9 @@ DECODE_MODES = ("replace_lowest", "ring", "grow")
 
 TEMPORARY_BYTES = 16 * 2**20
 """What one fp32 temporary of a scorer may take."""
+
+CHUNK_BYTES = 32 * 2**20
+"""The same where keys or values are compared in plain PyTorch."""
 
 
 def row_chunks(num_rows: int, bytes_per_row: int) -> list[slice]:
@@ -147,20 +148,11 @@ class ScoreInputs:
         Each is the negative cosine to the mean direction, standardised per head; their sum. Where the model's rotary
         frequencies are not fixed (`inv_freq` is None), keys are compared as they are.
         """
-        batch, kv_heads, num_keys, dim = self.keys.shape
-        step = max(1, CHUNK_BYTES // (4 * batch * kv_heads * dim))
-        return sum_of_unlikeness(num_keys, step, self._plain_keys, lambda at: self.values[:, :, at].float())
-
-    def _plain_keys(self, columns: slice) -> Tensor:
-        """fp32 [B, K, n, D]: some keys with the rotation undone, where it is known."""
-        keys = self.keys[:, :, columns].float()
         if self.inv_freq is None:
-            return keys
-        if self.positions is not None:
-            positions = self.positions[:, :, columns]
-        else:
-            positions = torch.arange(columns.start, columns.stop, device=keys.device)
-        return rotate(keys, positions[..., None] * self.inv_freq.to(keys.device), backwards=True)
+            return ops.kv_diversity(self.keys, self.values, self.lengths, None, None, CHUNK_BYTES)
+        # A transformers cache holds the frequencies on the host: that copy must not wait for the device.
+        inv_freq = self.inv_freq.to(self.keys.device, non_blocking=True)
+        return ops.kv_diversity(self.keys, self.values, self.lengths, inv_freq, self.positions, CHUNK_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)

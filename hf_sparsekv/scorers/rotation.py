@@ -1,17 +1,5 @@
-"""RoPE in rotate-half layout, as Llama-family models have it: pairs (i, i + D/2) of a head."""
+"""RoPE in rotate-half layout, for scorers that turn keys or queries; defined beside the ops that undo it."""
 
-import torch
-from torch import Tensor
+from hf_sparsekv.ops.reference.rotation import rotate
 
-
-def rotate(x: Tensor, angles: Tensor, *, backwards: bool = False) -> Tensor:
-    """Turn every pair of a head.
-
-    Args:
-        x: fp32 [..., D].
-        angles: fp32 [..., D / 2], radians; position times inverse frequency.
-        backwards: undo it.
-    """
-    cos, sin = angles.cos(), angles.sin() * (-1.0 if backwards else 1.0)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+__all__ = ["rotate"]

@@ -1,5 +1,6 @@
 // Programmatic dependent launch (Hopper and later): a kernel may be started while the one before it still runs, and
-// then waits for that one's results. This hides the launch of compact behind select.
+// then waits for that one's results. This hides the launches of compact behind select and of kv_diversity's kernels
+// behind one another.
 #pragma once
 
 #include "common.cuh"
@@ -14,8 +15,8 @@ __device__ __forceinline__ void allow_next_kernel() {
 }
 
 /// Returns when everything that the stream did before this kernel is done and visible. In a kernel launched by
-/// `launch_chained` every thread calls it, before it touches memory and before it may return: what comes after this
-/// kernel relies on that.
+/// `launch_chained` every thread calls it, before it touches memory that others may still be writing or reading and
+/// before it may return: what comes after this kernel relies on that.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n" ::: "memory");

@@ -30,7 +30,7 @@ def test_an_unknown_architecture_is_refused(arch: str) -> None:
 
 def test_every_op_has_a_kernel_and_a_binding() -> None:
     stems = {source.stem for source in build.sources()}
-    for op in ("compact", "decode", "score", "select", "write"):
+    for op in ("compact", "decode", "diversity", "score", "select", "write"):
         assert {op, f"{op}_binding"} <= stems
         assert {op, f"{op}_binding"} <= {source.stem for source in build.sources([op])}
 

@@ -176,7 +176,7 @@ def arguments(op: str) -> tuple[Any, ...]:
             window, held.k_pool, lse, *stored_keys, "max", "mean", held.table,
             torch.rand(2, K, ROOM, device="cuda"), torch.randn(2, K, D, device="cuda"),
         ),
-        "key_anchor": (held.k_pool, held.lengths, ROOM, held.table),
+        "key_anchor": (held.k_pool, held.lengths, ROOM, held.table), "kv_diversity": (keys, keys.flip(2), lengths),
         "pool_scores": (scores, lengths, "avg", 5),
         "select": (scores, lengths, budgets, 32, SINKS, RECENT, "avg", 5, scores.flip(2).contiguous(), "max", 3, 0.5),
         "compact": (*held.pools, index, held.table),

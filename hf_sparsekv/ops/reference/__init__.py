@@ -22,6 +22,7 @@ from hf_sparsekv.ops.reference.decode import (
     write_packed,
     write_slots,
 )
+from hf_sparsekv.ops.reference.diversity import kv_diversity
 from hf_sparsekv.ops.reference.score import key_anchor, window_lse, window_score
 from hf_sparsekv.ops.reference.select import compact, compact_into, pool_scores, select
 
@@ -35,6 +36,7 @@ __all__ = [
     "decode_step",
     "find_victim",
     "key_anchor",
+    "kv_diversity",
     "pool_scores",
     "select",
     "window_lse",

@@ -15,6 +15,7 @@ _IN_PLACE_OPS = (
     "decode_attention",
     "decode_step",
     "key_anchor",
+    "kv_diversity",
     "lse_tail",
     "score",
     "select",

@@ -54,6 +54,13 @@ def test_lengths_and_pages_of_what_is_read(op):
     refuses(op, "`lengths`[0] is 4: it must lie in 0 to 3, the slots", lengths=int32(4), max_length=9, k_pool=POOL[:1])
 
 
+def test_lengths_of_what_is_compared():
+    debug.check_diversity(keys=POOL, lengths=int32(3, 0, 1, 2, 3))
+    refuses("kv_diversity", "`lengths`[1] is 4: it must lie in 0 to 3", keys=POOL[:2], lengths=int32(3, 4))
+    refuses("kv_diversity", "`lengths`[0] is -1: it must lie in 0 to 3", keys=POOL[:2], lengths=int32(-1, 3))
+    refuses("kv_diversity", "`keys` is for 5 requests, `lengths` for 1", keys=POOL, lengths=int32(3))
+
+
 def test_lengths_and_budgets_of_a_selection():
     given = {"scores": torch.zeros(2, 2, 6)}
     debug.check_select(lengths=int32(6, 0), budgets=int32(0, 99), **given)

@@ -72,6 +72,10 @@ def cases() -> dict[str, list[tuple[str, Callable[[], tuple[Any, ...]], dict[str
             ("rows", lambda: (rows(), lengths, 6), {}),
             ("pages", lambda: (pages(), lengths, 6), {"block_table": table()}),
         ],
+        "kv_diversity": [
+            ("plain", lambda: (rows(), rows(), lengths), {}),
+            ("turned", lambda: (rows(), rows(), lengths, torch.tensor([1.0, 0.1]), positions.long(), 64), {}),
+        ],
         "pool_scores": [
             (kind, lambda kind=kind: (scores, lengths, kind, 3), {}) for kind in ("avg", "forward", "none")
         ],
