@@ -19,6 +19,7 @@ from hf_sparsekv.errors import ConfigError, InputError
 from hf_sparsekv.ops import reference
 from hf_sparsekv.ops.launchers import launchers
 from hf_sparsekv.ops.reference.diversity import DIVERSITY_BYTES
+from hf_sparsekv.ops.shared_memory import two_lists_fit
 
 LIBRARY_VARIABLE = "HF_SPARSEKV_KERNELS"
 """Path of the compiled library, or "off"; default: that of the installed package hf_sparsekv_kernels."""
@@ -30,8 +31,6 @@ HEAD_DIMS = (64, 128)
 MAX_DECODE_GROUP = 8
 MAX_KEY_SPLITS = 64
 KEYS_PER_SPLIT = 128
-MAX_TWO_LIST_KEYS = 16_384
-"""Longer rows with two lists need more shared memory than the smallest supported GPU has."""
 POOLINGS = {"none": 0, "avg": 1, "max": 2, "forward": 3}
 REDUCTIONS = {"mean": 0, "max": 1}
 
@@ -168,7 +167,7 @@ def select(
     """See `reference.select`."""
     ops = load()
     second = (secondary, secondary_pooling, secondary_width, share)
-    if ops is None or (secondary is not None and scores.shape[2] > MAX_TWO_LIST_KEYS):
+    if ops is None or (secondary is not None and not two_lists_fit(scores.shape[2], capacity, scores.device)):
         first = (num_sinks, num_recent, pooling, pool_width)
         return reference.select(scores, lengths, budgets, capacity, *first, *second)
     shape = (scores.shape[0], scores.shape[1], capacity)
