@@ -106,8 +106,10 @@ def _attend(
     attention_mask: Tensor | None,
     scale: float,
 ) -> Tensor:
+    if layer.cache.fixed is not None:
+        layer.is_awaiting_attention = False
+        return layer.cache.fixed.attend(layer.state, query, key, value, scale)
     step = layer.begin(query, attention_mask, scale, getattr(module, "config", None))
-
     is_plain = layer.state.padding.is_token is None and layer.cache.config.chunk_tokens is not None
 
     def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
