@@ -1,4 +1,4 @@
-"""`generate` by fixed decode steps gives what it gives by plain ones. Here the steps run one by one, without a graph."""
+"""`generate` by fixed decode steps gives what it gives by plain ones. Here each step is run, where a GPU replays it."""
 
 from types import SimpleNamespace
 
