@@ -84,21 +84,22 @@ class FixedDecode:
         self._lengths += 1
         self._slots += 1
 
-    def attend(self, layer: FullLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Store one token of every request in a layer and attend over what the layer holds.
 
         Args:
-            layer: one of the layers.
-            query: [B, H, 1, D] after RoPE. key, value: [B, K, 1, D], key after RoPE.
+            layer_idx: which layer.
+            q: [B, H, D] after RoPE. k, v: [B, K, D], k after RoPE.
             scale: factor on the logits.
         Returns:
-            [B, 1, H, D].
+            [B, H, D].
         """
+        layer = self._layers[layer_idx]
         if isinstance(layer, WindowLayer):
-            return decode_slots(layer, query, key, value, scale)
+            return decode_slots(layer, q, k, v, scale)
         keys, values = layer.columns.buffers
-        ops.write_slots(keys, values, key[:, :, 0], value[:, :, 0], self._slots)
-        return ops.attend_slots(query[:, :, 0], keys, values, self._lengths, scale, layer.columns.capacity)[:, None]
+        ops.write_slots(keys, values, k, v, self._slots)
+        return ops.attend_slots(q, keys, values, self._lengths, scale, layer.columns.capacity)
 
     def launch_sizes(self) -> set[tuple[int, bool]]:
         """Of each kind of decode launch: the slots of a request, and whether it is a `decode_step`."""

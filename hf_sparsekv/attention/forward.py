@@ -121,18 +121,18 @@ def decode_slots(layer: WindowLayer, query: Tensor, key: Tensor, value: Tensor, 
 
     Args:
         layer: a layer with slots.
-        query: [B, H, 1, D]. key, value: [B, K, 1, D].
+        query: [B, H, D]. key, value: [B, K, D].
         scale: factor on the logits.
     Returns:
-        [B, 1, H, D].
+        [B, H, D].
     """
     config, slots = layer.config, layer.slots
     assert slots is not None
     decay, gain = config.decode_weights
-    output = ops.decode_step(
-        query[:, :, 0],
-        key[:, :, 0],
-        value[:, :, 0],
+    return ops.decode_step(
+        query,
+        key,
+        value,
         slots.keys,
         slots.values,
         slots.positions,
@@ -148,7 +148,6 @@ def decode_slots(layer: WindowLayer, query: Tensor, key: Tensor, value: Tensor, 
         config.num_recent_tokens,
         config.decode_mode == "ring",
     )
-    return output[:, None]
 
 
 def check_complete(layers: list[FullLayer], padding: Padding) -> None:
@@ -187,7 +186,7 @@ def _decode(
 ) -> Tensor:
     layer.num_decoded += 1
     if layer.slots is not None:
-        return decode_slots(layer, query, key, value, scale)
+        return decode_slots(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale)[:, None]
     config = layer.config
     decay, gain = config.decode_weights
     layer.columns.append(key, value)

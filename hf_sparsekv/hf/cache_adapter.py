@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hf_sparsekv.attention.fixed import FixedDecode
 from hf_sparsekv.attention.forward import begin_forward
 from hf_sparsekv.attention.prompt import finish_prompt
 from hf_sparsekv.cache.layer import FullLayer, WindowLayer
@@ -164,7 +163,6 @@ class SparseKVCache(Cache):
         self.plan = LayerPlan.build(self.config, self.shape)
         self._inv_freq = rope_inv_freq(model_config, self.shape.head_dim)
         self.prompt_end: int | None = None
-        self.fixed: FixedDecode | None = None  # while somebody captures its decode steps
         self._clear()
         super().__init__(layers=list(self.layers))
         if prompt_length is not None:

@@ -11,16 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_sparsekv.attention.fixed import FixedDecode
 from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.hf.cache_adapter import SparseKVCache
+from hf_sparsekv.hf.compat import CACHE_KEYWORD
+from hf_sparsekv.hf.masks import step_mask
+from hf_sparsekv.hf.paged import running
 from hf_sparsekv.ops.kernels import reserve_decode_workspace
 
 LONGEST_CAPTURE = 1024
 """Steps that a capture has room for: then the buffers of full layers grow, and one step is captured anew."""
 
 Body = Callable[[], Any]
+
+_SET_HERE = ("attention_mask", "use_cache", "logits_to_keep", CACHE_KEYWORD)
+"""Inputs of a forward pass that a packed step has otherwise."""
 
 
 class CaptureError(RuntimeError):
@@ -100,6 +107,8 @@ class GraphModel:
         self._ids: Tensor | None = None
         self._positions: Tensor | None = None
         self._inputs: dict[str, Any] = {}
+        self._mask = step_mask(model.device)
+        self._fixed: FixedDecode | None = None
         self._steps_to_come: int | None = None
         self.problem: str | None = None
         """Why a step could not be captured."""
@@ -122,15 +131,15 @@ class GraphModel:
 
         The mask of the columns before is left out: the cache knows its padding, and every new column is a token.
         """
-        inputs.pop("attention_mask", None)
         if self._ids is None or self._positions is None:
-            self._ids, self._positions, self._inputs = torch.empty_like(input_ids), torch.empty_like(input_ids), inputs
-        self._ids.copy_(input_ids)
+            self._ids, self._positions = (input_ids.new_empty(1, len(input_ids)) for _ in range(2))
+            self._inputs = {name: value for name, value in inputs.items() if name not in _SET_HERE}
+        self._ids.copy_(input_ids.T)
         if position_ids is None:
             self._positions.fill_(int(self._cache.get_seq_length()))
         else:
-            self._positions.copy_(position_ids)
-        fixed = self._cache.fixed
+            self._positions.copy_(position_ids.T)
+        fixed = self._fixed
         if fixed is None or fixed.num_left == 0:
             fixed = self._fix()
         if self._steps_to_come is not None:
@@ -142,36 +151,43 @@ class GraphModel:
         """Leave the cache as a plain generation would."""
         if self._launches is not None:
             self._launches.forget()
-        if self._cache.fixed is not None:
-            fixed, self._cache.fixed = self._cache.fixed, None
+        if self._fixed is not None:
+            fixed, self._fixed = self._fixed, None
             fixed.close()
 
     def _fix(self) -> FixedDecode:
         self.close()
         left = LONGEST_CAPTURE if self._steps_to_come is None else max(1, self._steps_to_come)
         layers = [layer.state for layer in self._cache.layers]
-        fixed = FixedDecode(layers, self._cache.padding, min(left, LONGEST_CAPTURE), self._cache._scale)
-        self._cache.fixed = fixed
-        return fixed
+        self._fixed = FixedDecode(layers, self._cache.padding, min(left, LONGEST_CAPTURE), self._cache._scale)
+        return self._fixed
 
     def _launch(self) -> Any:
         if self._launches is None:
             return self._body()
-        fixed, shape = self._cache.fixed, self._cache.shape
+        fixed, shape = self._fixed, self._cache.shape
         assert fixed is not None and self._ids is not None
-        size = (len(self._ids), shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim)
+        size = (self._ids.shape[1], shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim)
         try:
             return self._launches.run(self._body, [(*size, *launch) for launch in sorted(fixed.launch_sizes())])
         except CaptureError as error:
             self._launches = None
             self.problem = f"a decode step of {type(self._model).__name__} cannot be captured: {error}"
-            for layer in self._cache.layers:
-                layer.is_awaiting_attention = False
             if self._is_required:
                 raise ConfigError(f"cuda_graphs=True, but {self.problem}; set cuda_graphs=None") from error
         return self._body()
 
     def _body(self) -> Any:
-        assert self._cache.fixed is not None
-        self._cache.fixed.advance()
-        return self._model(input_ids=self._ids, position_ids=self._positions, **self._inputs)
+        """One step of all requests as a packed row, as the engine runs its own."""
+        assert self._fixed is not None
+        self._fixed.advance()
+        with running(self._fixed, self._cache.shape.num_layers):
+            output = self._model(
+                input_ids=self._ids,
+                position_ids=self._positions,
+                attention_mask=self._mask,
+                use_cache=False,
+                logits_to_keep=0,
+                **self._inputs,
+            )
+        return CausalLMOutputWithPast(logits=output.logits[0][:, None])

@@ -241,7 +241,6 @@ def test_an_interrupted_step_leaves_a_cache_that_refuses_to_go_on(model, by_grap
     batch = prompts()
     with pytest.raises(KeyboardInterrupt):
         by_graphs(model, batch, cache=cache, **GREEDY)
-    assert cache.fixed is None
     ids = torch.cat([batch["input_ids"], torch.full((3, 9), 5)], dim=1)
     mask = torch.cat([batch["attention_mask"], torch.ones(3, 9, dtype=torch.long)], dim=1)
     with pytest.raises(CacheError, match="interrupted"), sparse_attention(model):
