@@ -1,9 +1,10 @@
 """What a decode step of `generate` takes: plain, by CUDA graphs, and transformers' own with its dense cache.
 
     python -m evals.generate_speed --json evals/results/generate_speed_h200.json      on a GPU, under a minute
+    python -m evals.generate_speed --compile --json ...                 with compiled layers too, which compile first
     python -m evals.generate_speed --model tiny --device cpu --prompt 200 --batch-sizes 1 --repeats 1
 
-Weights and prompts are random, decoding is greedy, and no token ends it. A step's time is the difference of a run of all
+Weights and prompts are random, decoding is greedy, no token ends it. A step's time is the difference of a run of all
 new tokens and one of a single token, which is all prefill. With graphs it is that of all and of half of the tokens,
 which both capture once; what the warm-up and the capture take is given apart. The kinds take turns, and the median of
 the repeats counts, after a round that is not counted; transformers' own has one. `replay_ms` is from the launch of a
@@ -25,7 +26,11 @@ from hf_sparsekv.bench.machine import provenance
 from hf_sparsekv.bench.shapes import dummy_model, shape_config
 from hf_sparsekv.hf import graphs
 
-KINDS = ("plain", "graphs")
+CHOICES: dict[str, dict[str, bool]] = {
+    "plain": {"cuda_graphs": False},
+    "graphs": {"cuda_graphs": True},
+    "compiled": {"cuda_graphs": True, "compile": True},
+}
 
 
 def timed(run: Any, device: torch.device) -> tuple[float, Any]:
@@ -79,13 +84,11 @@ def measure(model: Any, batch_size: int, args: argparse.Namespace, config: skv.S
     def one(kind: str, count: int) -> Any:
         if kind == "transformers":
             return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, **ends)
-        graphs_wanted = kind == "graphs"
-        return skv.generate(model, ids, config, cuda_graphs=graphs_wanted, max_new_tokens=count, **ends)
+        return skv.generate(model, ids, config, **CHOICES[kind], max_new_tokens=count, **ends)
 
-    kinds = (*KINDS, "transformers") if batch_size == args.batch_sizes[0] else KINDS
-    if model.device.type != "cuda":
-        kinds = tuple(kind for kind in kinds if kind != "graphs")
-    lengths = {kind: (1, half, whole) if kind == "graphs" else (1, whole) for kind in kinds}
+    captures = [] if model.device.type != "cuda" else ["graphs", "compiled"] if args.compile else ["graphs"]
+    kinds = ["plain", *captures, *(["transformers"] if batch_size == args.batch_sizes[0] else [])]
+    lengths = {kind: (1, half, whole) if kind in captures else (1, whole) for kind in kinds}
     seconds: dict[str, dict[int, list[float]]] = {kind: {count: [] for count in lengths[kind]} for kind in kinds}
     tokens, held = {}, {}
     for repeat in tqdm(range(args.repeats + 1), desc=f"batch of {batch_size}", unit="round"):
@@ -110,14 +113,13 @@ def measure(model: Any, batch_size: int, args: argparse.Namespace, config: skv.S
         }
         if kind in held:
             result[kind]["cache_bytes"] = held[kind]
-    if "graphs" in kinds:
-        step = result["graphs"]["step_ms"] / 1000
-        capture = result["graphs"]["total_s"] - result["graphs"]["first_token_s"] - (whole - 1) * step
-        result["graphs"]["warm_up_and_capture_s"] = capture
-        result["equal_tokens"] = int((tokens["plain"] == tokens["graphs"]).all(0).cumprod(0).sum())
+    for kind in captures:
+        step, figures = result[kind]["step_ms"] / 1000, result[kind]
+        figures["warm_up_and_capture_s"] = figures["total_s"] - figures["first_token_s"] - (whole - 1) * step
+        figures["first_tokens_as_plain"] = int((tokens["plain"] == tokens[kind]).all(0).cumprod(0).sum())
         with ReplayClock() as clock:
-            one("graphs", whole)
-        result["graphs"]["replay_ms"] = clock.median_ms()
+            one(kind, whole)
+        figures["replay_ms"] = clock.median_ms()
     return result
 
 
@@ -130,6 +132,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--compile", action="store_true", help="measure compiled layers too")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--num-full-layers", type=int, default=3)
     parser.add_argument("--scorer", default="snapkv")

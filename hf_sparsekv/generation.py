@@ -15,7 +15,7 @@ from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.hf.cache_adapter import SparseKVCache
 from hf_sparsekv.hf.compat import CACHE_KEYWORD, can_chunk_a_later_turn
-from hf_sparsekv.hf.graph_choice import OTHER_LOOPS, PER_LAYER, graph_doubt, graph_obstacle, why_no_graphs
+from hf_sparsekv.hf.graph_choice import OTHER_LOOPS, PER_LAYER, GraphWish, graph_doubt, graph_obstacle
 from hf_sparsekv.hf.graphs import GraphModel
 from hf_sparsekv.hf.models import check_model, text_config
 from hf_sparsekv.hf.shared_choice import shared_choice
@@ -62,6 +62,7 @@ def generate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     cache: SparseKVCache | None = None,
     cuda_graphs: bool | None = None,
+    compile: bool = False,
     **options: Any,
 ) -> GenerateOutput:
     """Generate with a sparse cache; the model is left as it was found.
@@ -76,6 +77,8 @@ def generate(
         cache: the cache of an earlier turn, in place of `config`; `inputs` then hold the whole conversation.
         cuda_graphs: replay decode steps as CUDA graphs; None = on a GPU where that is possible, pays, and something is
             to be evicted. Sampling draws the same random numbers either way.
+        compile: let the CUDA graph hold decoder layers that torch.compile has compiled, which takes some tens of
+            seconds once a process and makes steps faster. Rounding differs from that of plain layers, so tokens may.
         options: what `model.generate` takes (max_new_tokens, do_sample, num_beams, streamer, ...). `use_cache` is on,
             whatever a generation configuration says.
     Raises:
@@ -84,13 +87,14 @@ def generate(
         ModelError: not a model, or the model has a feature that a sparse cache does not support.
     """
     _check_arguments(model, tokenizer, cache, config)
+    wish = GraphWish(cuda_graphs, compile)
     options = _checked_options(model, options)
     inputs = _with_mask(inputs, options)
     batch = model_inputs(inputs, tokenizer, text_config(model.config).vocab_size)
     batch = {name: value.to(model.device) for name, value in batch.items()}
     with shared_choice(model, batch, options) as (batch, options):
         cache = SparseKVCache(model.config, config) if cache is None else cache
-        return _generate(model, batch, tokenizer, cache, options, cuda_graphs)
+        return _generate(model, batch, tokenizer, cache, options, wish)
 
 
 def _generate(
@@ -99,7 +103,7 @@ def _generate(
     tokenizer: PreTrainedTokenizerBase | None,
     cache: SparseKVCache,
     options: Mapping[str, Any],
-    cuda_graphs: bool | None,
+    wish: GraphWish,
 ) -> GenerateOutput:
     """`generate`, once its arguments are checked."""
     prompt_length = batch["input_ids"].shape[1]
@@ -119,14 +123,14 @@ def _generate(
                 f"a later turn has {num_new} new tokens, more than prefill_chunk_tokens={chunk}: this transformers "
                 "cannot cut it; give a larger prefill_chunk_tokens, or take transformers 5.24"
             )
-    no_graphs = _why_no_graphs(model, batch, cache, options, cuda_graphs)
+    no_graphs = _why_no_graphs(model, batch, cache, options, wish)
     batch = _padded_on_the_left(batch, int(cache.get_seq_length()))
     cache.expect_prompt(prompt_length - int(cache.get_seq_length()))
     start = time.perf_counter()
     with sparse_attention(model), torch.no_grad():
         options = {**batch, CACHE_KEYWORD: cache, **options}
         if no_graphs is None:
-            result, decoding = _generate_by_graphs(model, cache, options, is_required=cuda_graphs is True)
+            result, decoding = _generate_by_graphs(model, cache, options, wish)
         else:
             result = model.generate(**options)  # type: ignore[operator]
             decoding = {"cuda_graphs": False, "reason": no_graphs}
@@ -143,7 +147,7 @@ def _why_no_graphs(
     batch: Mapping[str, Tensor],
     cache: SparseKVCache,
     options: Mapping[str, Any],
-    wanted: bool | None,
+    wish: GraphWish,
 ) -> str | None:
     names = ("num_beams", *OTHER_LOOPS, *PER_LAYER)
     in_force = {**options, **{name: _in_force(name, model, options) for name in names}}
@@ -153,14 +157,14 @@ def _why_no_graphs(
         longest = _in_force("max_length", model, options)
         new_tokens = _DEFAULT_NEW_TOKENS if longest is None else longest - prompt_length
     doubt = graph_doubt(cache.plan, model.config, prompt_length, new_tokens)
-    return why_no_graphs(wanted, graph_obstacle(model, batch, in_force), doubt)
+    return wish.why_not(graph_obstacle(model, batch, in_force), doubt)
 
 
 def _generate_by_graphs(
-    model: PreTrainedModel, cache: SparseKVCache, options: dict[str, Any], *, is_required: bool
+    model: PreTrainedModel, cache: SparseKVCache, options: dict[str, Any], wish: GraphWish
 ) -> tuple[Any, dict[str, Any]]:
     """What `model.generate` returns, and what the report says of the decode steps."""
-    graphs = GraphModel(model, cache, streamer=options.get("streamer"), is_required=is_required)
+    graphs = GraphModel(model, cache, streamer=options.get("streamer"), wish=wish)
     try:
         result = model.generate(**options, custom_generate=graphs.loop)  # type: ignore[operator]
     finally:

@@ -1,6 +1,7 @@
 """Whether decode steps of `generate` run as CUDA graphs, and if not, why."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,23 +25,49 @@ _MOVING_ROPE = ("dynamic", "longrope")
 """RoPE variants whose factors go by the longest position so far."""
 
 
-def why_no_graphs(wanted: bool | None, obstacle: str | None, doubt: str | None) -> str | None:
-    """The reason why decode steps are launched one kernel at a time; None if CUDA graphs run them.
+@dataclass(frozen=True)
+class GraphWish:
+    """What a caller wants of decode steps."""
 
-    Args:
-        wanted: the option `cuda_graphs`; None = where there is neither obstacle nor doubt.
-        obstacle: why there cannot be graphs.
-        doubt: why they are not wanted unless somebody asks.
-    Raises:
-        ConfigError: they are asked for where there is an obstacle, or the option is none of True, False and None.
-    """
-    if wanted not in (None, True, False):
-        raise ConfigError(f"cuda_graphs must be True, False or None: got {wanted!r}")
-    if wanted is False:
-        return "cuda_graphs=False"
-    if wanted and obstacle is not None:
-        raise ConfigError(f"cuda_graphs=True, but {obstacle}: set cuda_graphs=None")
-    return obstacle if obstacle is not None or wanted else doubt
+    cuda_graphs: bool | None = None
+    """Replay them as CUDA graphs; None = where there is neither obstacle nor doubt."""
+    compile: bool = False
+    """Capture compiled layers; asks for graphs."""
+
+    def __post_init__(self) -> None:
+        """Check both.
+
+        Raises:
+            ConfigError: a value that is none, or a contradiction.
+        """
+        if self.cuda_graphs not in (None, True, False):
+            raise ConfigError(f"cuda_graphs must be True, False or None: got {self.cuda_graphs!r}")
+        if self.compile not in (True, False):
+            raise ConfigError(f"compile must be True or False: got {self.compile!r}")
+        if self.compile and self.cuda_graphs is False:
+            raise ConfigError("compile=True compiles what CUDA graphs hold, and cuda_graphs=False leaves them out")
+
+    @property
+    def asks(self) -> str | None:
+        """The option that asks for graphs, if one does."""
+        return "compile=True" if self.compile else "cuda_graphs=True" if self.cuda_graphs else None
+
+    def why_not(self, obstacle: str | None, doubt: str | None) -> str | None:
+        """The reason why decode steps are launched one kernel at a time; None if CUDA graphs run them.
+
+        Args:
+            obstacle: why there cannot be graphs.
+            doubt: why they are left out unless somebody asks.
+        Raises:
+            ConfigError: they are asked for where there is an obstacle.
+        """
+        if self.cuda_graphs is False:
+            return "cuda_graphs=False"
+        if self.asks is None:
+            return doubt if obstacle is None else obstacle
+        if obstacle is not None:
+            raise ConfigError(f"{self.asks}, but {obstacle}: leave it out")
+        return None
 
 
 def graph_obstacle(model: PreTrainedModel, batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ and runs its decode steps.
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from hf_sparsekv.attention.fixed import FixedDecode
 from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.hf.cache_adapter import SparseKVCache
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
+from hf_sparsekv.hf.compile import compiled_steps
+from hf_sparsekv.hf.graph_choice import GraphWish
 from hf_sparsekv.hf.masks import step_mask
 from hf_sparsekv.hf.paged import running
 from hf_sparsekv.ops.kernels import reserve_decode_workspace
@@ -93,16 +96,17 @@ class Launches:
 class GraphModel:
     """A model whose calls are decode steps over one cache; everything else of it is the model's own."""
 
-    def __init__(self, model: PreTrainedModel, cache: SparseKVCache, *, streamer: Any, is_required: bool) -> None:
+    def __init__(self, model: PreTrainedModel, cache: SparseKVCache, *, streamer: Any, wish: GraphWish) -> None:
         """Nothing captured yet.
 
         Args:
             model: with attention "sparsekv".
             cache: that the calls come with.
             streamer: of transformers, or None; `model.generate` does not hand it to a loop that it is given.
-            is_required: raise where a step cannot be captured, in place of going on launch by launch.
+            wish: compiled layers or not; and whether a step that cannot be captured is an error, or is launched.
         """
-        self._model, self._cache, self._streamer, self._is_required = model, cache, streamer, is_required
+        self._model, self._cache, self._streamer = model, cache, streamer
+        self._wish = wish
         self._launches: Launches | None = Launches(model.device)
         self._ids: Tensor | None = None
         self._positions: Tensor | None = None
@@ -173,15 +177,16 @@ class GraphModel:
         except CaptureError as error:
             self._launches = None
             self.problem = f"a decode step of {type(self._model).__name__} cannot be captured: {error}"
-            if self._is_required:
-                raise ConfigError(f"cuda_graphs=True, but {self.problem}; set cuda_graphs=None") from error
+            if self._wish.asks is not None:
+                raise ConfigError(f"{self._wish.asks}, but {self.problem}; leave it out") from error
         return self._body()
 
     def _body(self) -> Any:
         """One step of all requests as a packed row, as the engine runs its own."""
         assert self._fixed is not None
         self._fixed.advance()
-        with running(self._fixed, self._cache.shape.num_layers):
+        layers = compiled_steps(self._model) if self._wish.compile else nullcontext()
+        with layers, running(self._fixed, self._cache.shape.num_layers):
             output = self._model(
                 input_ids=self._ids,
                 position_ids=self._positions,

@@ -69,8 +69,9 @@ def test_requests_that_end_early(model: LlamaForCausalLM) -> None:
 
 
 @pytest.mark.parametrize("pads", [(0,), (200, 5, 0)], ids=["one", "padded"])
-def test_full_layers_attend_on_another_kernel_with_close_results(
-    model: LlamaForCausalLM, pads: tuple[int, ...]
+@pytest.mark.parametrize(("num_full_layers", "compiled"), [(2, False), (0, True), (2, True)])
+def test_other_kernels_of_full_and_of_compiled_layers_give_close_results(
+    model: LlamaForCausalLM, pads: tuple[int, ...], num_full_layers: int, compiled: bool
 ) -> None:
     options = {"output_logits": True, "return_dict_in_generate": True}
     logits = []
@@ -81,10 +82,10 @@ def test_full_layers_attend_on_another_kernel_with_close_results(
             collected.append(scores.clone())
             return torch.zeros_like(scores).index_fill_(1, torch.tensor([len(collected) + 3], device="cuda"), 1.0)
 
-        config = WINDOWS.with_(num_full_layers=2)
-        skv.generate(
-            model, prompts(pads), config, cuda_graphs=cuda_graphs, logits_processor=[force], **GREEDY | options
-        )
+        config = WINDOWS.with_(num_full_layers=num_full_layers)
+        choice = {"cuda_graphs": cuda_graphs, "compile": compiled and cuda_graphs}
+        out = skv.generate(model, prompts(pads), config, logits_processor=[force], **choice, **GREEDY | options)
+        assert out.report["decoding"]["cuda_graphs"] == cuda_graphs
         logits.append(torch.stack(collected))
     similarity = nn.functional.cosine_similarity(*logits, dim=-1)
     assert float(similarity.min()) > 0.995

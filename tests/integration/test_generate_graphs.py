@@ -1,10 +1,14 @@
 """`generate` by fixed decode steps gives what it gives by plain ones. Here each step is run, where a GPU replays it."""
 
+from functools import partialmethod
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo.utils import counters
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_sparsekv as skv
 from hf_sparsekv import generation
@@ -13,7 +17,7 @@ from hf_sparsekv.hf import graphs
 from hf_sparsekv.hf.switch import sparse_attention
 
 SMALL = skv.SparseKVConfig(num_full_layers=1, budget=24, num_recent_tokens=8, observation_window=8)
-LENGTH, NEW_TOKENS = 70, 60
+LENGTH, NEW_TOKENS = 70, 40
 PADS = (30, 5, 0)
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
@@ -131,10 +135,10 @@ def test_a_budget_used_up_while_decoding_begins_to_replace(model, by_graphs):
 @pytest.mark.parametrize("pads", [(0,), PADS], ids=["one", "padded"])
 @pytest.mark.parametrize("decode", ["replace_lowest", "grow"])
 def test_a_capture_without_room_left_is_made_anew(model, by_graphs, monkeypatch, pads, decode):
-    monkeypatch.setattr(graphs, "LONGEST_CAPTURE", 25)
+    monkeypatch.setattr(graphs, "LONGEST_CAPTURE", 15)
     config, batch = SMALL.with_(decode=decode), prompts(pads)
     plain, fixed = (run(model, batch, config, **GREEDY) for run in (skv.generate, by_graphs))
-    assert by_graphs.launches.made[0].captures == 3  # 59 steps
+    assert by_graphs.launches.made[0].captures == 3  # 39 steps
     assert_same(plain, fixed)
 
 
@@ -174,9 +178,9 @@ def test_processors_criteria_streamers_and_scores_are_transformers_own(model, by
             scores[:, ::2] = -torch.inf
             return scores
 
-    class FortyAtMost(StoppingCriteria):
+    class TwentyAtMost(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
-            return torch.full((len(input_ids),), input_ids.shape[1] >= LENGTH + 40)
+            return torch.full((len(input_ids),), input_ids.shape[1] >= LENGTH + 20)
 
     class Collector:
         def __init__(self):
@@ -200,7 +204,7 @@ def test_processors_criteria_streamers_and_scores_are_transformers_own(model, by
                 **GREEDY,
                 streamer=streamer,
                 logits_processor=LogitsProcessorList([NoEven()]),
-                stopping_criteria=StoppingCriteriaList([FortyAtMost()]),
+                stopping_criteria=StoppingCriteriaList([TwentyAtMost()]),
                 return_dict_in_generate=True,
                 output_scores=True,
             )
@@ -208,8 +212,8 @@ def test_processors_criteria_streamers_and_scores_are_transformers_own(model, by
         seen.append(streamer.tokens)
         assert streamer.has_ended
     assert seen[0] == seen[1]
-    assert len(seen[0]) == 41  # the prompt, and every token
-    assert outputs[0].new_tokens.shape == (1, 40)
+    assert len(seen[0]) == 21  # the prompt, and every token
+    assert outputs[0].new_tokens.shape == (1, 20)
     assert bool((outputs[0].new_tokens % 2 == 1).all())
     assert_same(*outputs)
 
@@ -256,7 +260,7 @@ def test_graphs_are_left_out_where_they_do_not_pay_and_taken_when_asked(model, b
     assert torch.equal(short.sequences, asked.sequences)
     one = by_graphs(model, batch, SMALL, **GREEDY | {"max_new_tokens": 1}, cuda_graphs=True)
     assert one.report["decoding"]["steps"] == 0
-    with pytest.raises(ConfigError, match="cuda_graphs=True, but the model is on cpu: set cuda_graphs=None"):
+    with pytest.raises(ConfigError, match="cuda_graphs=True, but the model is on cpu: leave it out"):
         skv.generate(model, batch, SMALL, **GREEDY, cuda_graphs=True)
 
 
@@ -267,3 +271,23 @@ def test_a_cache_that_evicts_nothing_stays_the_dense_one_unless_graphs_are_asked
     asked = by_graphs(model, batch, config, **GREEDY, cuda_graphs=True)
     assert asked.report["decoding"]["cuda_graphs"]
     assert torch.equal(plain.sequences, asked.sequences)
+
+
+def test_compiled_layers_compile_once_and_leave_the_model_as_it_was(model, by_graphs, monkeypatch):
+    # The backend that only traces: what counts here is how often.
+    monkeypatch.setattr(LlamaDecoderLayer, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    batch, graphs_seen = prompts(), []
+    plain = skv.generate(model, batch, SMALL, **GREEDY)
+    for _ in range(10):  # more than the compilations of one function after which torch gives up
+        out = by_graphs(model, batch, SMALL, **GREEDY | {"max_new_tokens": 34}, compile=True)
+        assert torch.equal(out.new_tokens, plain.new_tokens[:, :34])
+        graphs_seen.append(counters["stats"]["unique_graphs"])
+    assert graphs_seen[0] > 0
+    assert set(graphs_seen) == {graphs_seen[0]}
+    assert not counters["recompile_limit"]
+    assert not counters["graph_break"]
+    assert all(module._compiled_call_impl is None for module in model.modules())
+    with pytest.raises(ConfigError, match="compile=True, but the model is on cpu: leave it out"):
+        skv.generate(model, batch, SMALL, **GREEDY, compile=True)

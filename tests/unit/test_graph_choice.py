@@ -6,7 +6,7 @@ import torch
 import hf_sparsekv as skv
 from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.hf import graph_choice
-from hf_sparsekv.hf.graph_choice import graph_doubt, graph_obstacle, why_no_graphs
+from hf_sparsekv.hf.graph_choice import GraphWish, graph_doubt, graph_obstacle
 from hf_sparsekv.hf.models import model_shape
 from hf_sparsekv.plan import LayerPlan
 
@@ -14,27 +14,41 @@ BATCH = {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
 
 
 @pytest.mark.parametrize(
-    ("wanted", "obstacle", "doubt", "reason"),
+    ("wish", "obstacle", "doubt", "reason"),
     [
-        (None, None, None, None),
-        (None, None, "too short", "too short"),
-        (None, "on a CPU", None, "on a CPU"),
-        (None, "on a CPU", "too short", "on a CPU"),
-        (True, None, "too short", None),
-        (True, None, None, None),
-        (False, None, None, "cuda_graphs=False"),
-        (False, "on a CPU", None, "cuda_graphs=False"),
+        (GraphWish(), None, None, None),
+        (GraphWish(), None, "too short", "too short"),
+        (GraphWish(), "on a CPU", None, "on a CPU"),
+        (GraphWish(), "on a CPU", "too short", "on a CPU"),
+        (GraphWish(True), None, "too short", None),
+        (GraphWish(None, compile=True), None, "too short", None),
+        (GraphWish(True, compile=True), None, None, None),
+        (GraphWish(False), None, None, "cuda_graphs=False"),
+        (GraphWish(False), "on a CPU", None, "cuda_graphs=False"),
     ],
 )
-def test_the_reason(wanted, obstacle, doubt, reason):
-    assert why_no_graphs(wanted, obstacle, doubt) == reason
+def test_the_reason(wish, obstacle, doubt, reason):
+    assert wish.why_not(obstacle, doubt) == reason
 
 
 def test_graphs_that_cannot_be_had_raise_when_asked_for():
-    with pytest.raises(ConfigError, match="cuda_graphs=True, but on a CPU: set cuda_graphs=None"):
-        why_no_graphs(True, "on a CPU", None)
-    with pytest.raises(ConfigError, match="cuda_graphs must be True, False or None: got 'yes'"):
-        why_no_graphs("yes", None, None)
+    with pytest.raises(ConfigError, match="cuda_graphs=True, but on a CPU: leave it out"):
+        GraphWish(True).why_not("on a CPU", None)
+    with pytest.raises(ConfigError, match="compile=True, but on a CPU: leave it out"):
+        GraphWish(None, compile=True).why_not("on a CPU", None)
+
+
+@pytest.mark.parametrize(
+    ("cuda_graphs", "compiled", "message"),
+    [
+        ("yes", False, "cuda_graphs must be True, False or None: got 'yes'"),
+        (None, "yes", "compile must be True or False: got 'yes'"),
+        (False, True, "cuda_graphs=False leaves them out"),
+    ],
+)
+def test_wishes_that_are_none(cuda_graphs, compiled, message):
+    with pytest.raises(ConfigError, match=message):
+        GraphWish(cuda_graphs, compiled)
 
 
 @pytest.fixture
