@@ -15,6 +15,8 @@ from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.hf.cache_adapter import SparseKVCache
 from hf_sparsekv.hf.compat import CACHE_KEYWORD, can_chunk_a_later_turn
+from hf_sparsekv.hf.graph_choice import OTHER_LOOPS, PER_LAYER, GraphWish, graph_doubt, graph_obstacle
+from hf_sparsekv.hf.graphs import GraphModel
 from hf_sparsekv.hf.models import check_model, text_config
 from hf_sparsekv.hf.shared_choice import shared_choice
 from hf_sparsekv.hf.switch import sparse_attention
@@ -25,6 +27,8 @@ _NEEDS_CROP = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_e
 _OURS = ("past_key_values", "use_cache", "input_ids", "inputs_embeds")
 _COUNTS = ("max_new_tokens", "prefill_chunk_size")
 _BESIDE_IDS = ("attention_mask", "position_ids")
+_DEFAULT_NEW_TOKENS = 20
+"""Of transformers, where nobody says a length."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class GenerateOutput:
     text: list[str] | None
     """The new tokens as text, special tokens left out; None without a tokenizer."""
     report: dict[str, Any]
-    """`SparseKVCache.report()` at the end."""
+    """`SparseKVCache.report()` at the end; `decoding` says whether CUDA graphs ran the decode steps, or why not."""
     seconds: float
     """Wall time of the whole generation, prefill included."""
     cache: SparseKVCache
@@ -57,6 +61,8 @@ def generate(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     cache: SparseKVCache | None = None,
+    cuda_graphs: bool | None = None,
+    compile: bool = False,
     **options: Any,
 ) -> GenerateOutput:
     """Generate with a sparse cache; the model is left as it was found.
@@ -69,6 +75,10 @@ def generate(
         config: the method's options; defaults if None.
         tokenizer: turns text into ids and the result into text.
         cache: the cache of an earlier turn, in place of `config`; `inputs` then hold the whole conversation.
+        cuda_graphs: replay decode steps as CUDA graphs; None = on a GPU where that is possible, pays, and something is
+            to be evicted. Sampling draws the same random numbers either way.
+        compile: let the CUDA graph hold decoder layers that torch.compile has compiled, which takes some tens of
+            seconds once a process and makes steps faster. Rounding differs from that of plain layers, so tokens may.
         options: what `model.generate` takes (max_new_tokens, do_sample, num_beams, streamer, ...). `use_cache` is on,
             whatever a generation configuration says.
     Raises:
@@ -77,27 +87,27 @@ def generate(
         ModelError: not a model, or the model has a feature that a sparse cache does not support.
     """
     _check_arguments(model, tokenizer, cache, config)
+    wish = GraphWish(cuda_graphs, compile)
     options = _checked_options(model, options)
     inputs = _with_mask(inputs, options)
     batch = model_inputs(inputs, tokenizer, text_config(model.config).vocab_size)
     batch = {name: value.to(model.device) for name, value in batch.items()}
     with shared_choice(model, batch, options) as (batch, options):
-        return _generate(model, batch, config, tokenizer, cache, options)
+        cache = SparseKVCache(model.config, config) if cache is None else cache
+        return _generate(model, batch, tokenizer, cache, options, wish)
 
 
 def _generate(
     model: PreTrainedModel,
     batch: dict[str, Tensor],
-    config: SparseKVConfig | None,
     tokenizer: PreTrainedTokenizerBase | None,
-    cache: SparseKVCache | None,
+    cache: SparseKVCache,
     options: Mapping[str, Any],
+    wish: GraphWish,
 ) -> GenerateOutput:
     """`generate`, once its arguments are checked."""
     prompt_length = batch["input_ids"].shape[1]
     _check_length(model, prompt_length, options)
-    if cache is None:
-        cache = SparseKVCache(model.config, config)
     if prompt_length <= cache.get_seq_length():
         raise InputError(
             f"the cache has seen {cache.get_seq_length()} tokens, the inputs have {prompt_length}: pass the whole "
@@ -113,18 +123,53 @@ def _generate(
                 f"a later turn has {num_new} new tokens, more than prefill_chunk_tokens={chunk}: this transformers "
                 "cannot cut it; give a larger prefill_chunk_tokens, or take transformers 5.24"
             )
+    no_graphs = _why_no_graphs(model, batch, cache, options, wish)
     batch = _padded_on_the_left(batch, int(cache.get_seq_length()))
     cache.expect_prompt(prompt_length - int(cache.get_seq_length()))
     start = time.perf_counter()
     with sparse_attention(model), torch.no_grad():
-        result = model.generate(  # type: ignore[operator]
-            **batch, **{CACHE_KEYWORD: cache}, **options
-        )
+        options = {**batch, CACHE_KEYWORD: cache, **options}
+        if no_graphs is None:
+            result, decoding = _generate_by_graphs(model, cache, options, wish)
+        else:
+            result = model.generate(**options)  # type: ignore[operator]
+            decoding = {"cuda_graphs": False, "reason": no_graphs}
     seconds = time.perf_counter() - start
     sequences: Tensor = result if isinstance(result, Tensor) else result.sequences
     new_tokens = sequences[:, prompt_length:]
     text = None if tokenizer is None else tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
-    return GenerateOutput(sequences, new_tokens, text, cache.report(), seconds, cache)
+    report = {**cache.report(), "decoding": decoding}
+    return GenerateOutput(sequences, new_tokens, text, report, seconds, cache)
+
+
+def _why_no_graphs(
+    model: PreTrainedModel,
+    batch: Mapping[str, Tensor],
+    cache: SparseKVCache,
+    options: Mapping[str, Any],
+    wish: GraphWish,
+) -> str | None:
+    names = ("num_beams", *OTHER_LOOPS, *PER_LAYER)
+    in_force = {**options, **{name: _in_force(name, model, options) for name in names}}
+    prompt_length = batch["input_ids"].shape[1]
+    new_tokens = _in_force("max_new_tokens", model, options)
+    if new_tokens is None:
+        longest = _in_force("max_length", model, options)
+        new_tokens = _DEFAULT_NEW_TOKENS if longest is None else longest - prompt_length
+    doubt = graph_doubt(cache.plan, model.config, prompt_length, new_tokens)
+    return wish.why_not(graph_obstacle(model, batch, in_force), doubt)
+
+
+def _generate_by_graphs(
+    model: PreTrainedModel, cache: SparseKVCache, options: dict[str, Any], wish: GraphWish
+) -> tuple[Any, dict[str, Any]]:
+    """What `model.generate` returns, and what the report says of the decode steps."""
+    graphs = GraphModel(model, cache, streamer=options.get("streamer"), wish=wish)
+    try:
+        result = model.generate(**options, custom_generate=graphs.loop)  # type: ignore[operator]
+    finally:
+        graphs.close()
+    return result, {"cuda_graphs": graphs.problem is None, "reason": graphs.problem, "steps": graphs.num_steps}
 
 
 def _padded_on_the_left(batch: dict[str, Tensor], start: int) -> dict[str, Tensor]:

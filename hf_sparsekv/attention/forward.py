@@ -58,9 +58,7 @@ def begin_forward(
         CacheError: an earlier pass did not reach every layer, the batch has another size, or a decode step has padding.
         InputError: the mask contradicts the columns seen before, or a pass is longer than a bounded prefill allows.
     """
-    for layer in layers:
-        if layer.num_seen != padding.num_columns:
-            raise _interrupted(layer, padding.num_columns)
+    check_complete(layers, padding)
     padding.check_mask(batch_size, mask, is_decode)
     windows = [layer for layer in layers if isinstance(layer, WindowLayer)]
     if windows:
@@ -118,6 +116,51 @@ def attend(
     return output
 
 
+def decode_slots(layer: WindowLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """One decode step of a layer that holds slots; only tensors change, the host's counters do not.
+
+    Args:
+        layer: a layer with slots.
+        query: [B, H, D]. key, value: [B, K, D].
+        scale: factor on the logits.
+    Returns:
+        [B, H, D].
+    """
+    config, slots = layer.config, layer.slots
+    assert slots is not None
+    decay, gain = config.decode_weights
+    return ops.decode_step(
+        query,
+        key,
+        value,
+        slots.keys,
+        slots.values,
+        slots.positions,
+        slots.scores,
+        slots.lengths,
+        slots.budgets,
+        slots.victims,
+        slots.next_positions,
+        scale,
+        decay,
+        gain,
+        config.num_sink_tokens,
+        config.num_recent_tokens,
+        config.decode_mode == "ring",
+    )
+
+
+def check_complete(layers: list[FullLayer], padding: Padding) -> None:
+    """Refuse to go on where some layer has not seen what the others have.
+
+    Raises:
+        CacheError: an earlier pass did not reach every layer.
+    """
+    for layer in layers:
+        if layer.num_seen != padding.num_columns:
+            raise _interrupted(layer, padding.num_columns)
+
+
 def _interrupted(layer: FullLayer, expected: int) -> CacheError:
     return CacheError(
         f"an earlier forward pass was interrupted: layer {layer.spec.layer_idx} has seen {layer.num_seen} tokens, the "
@@ -142,33 +185,13 @@ def _decode(
     layer: WindowLayer, query: Tensor, key: Tensor, value: Tensor, scale: float, dense: DenseAttention
 ) -> Tensor:
     layer.num_decoded += 1
-    config, slots = layer.config, layer.slots
+    if layer.slots is not None:
+        return decode_slots(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], scale)[:, None]
+    config = layer.config
     decay, gain = config.decode_weights
-    is_ring = config.decode_mode == "ring"
-    if slots is not None:
-        output = ops.decode_step(
-            query[:, :, 0],
-            key[:, :, 0],
-            value[:, :, 0],
-            slots.keys,
-            slots.values,
-            slots.positions,
-            slots.scores,
-            slots.lengths,
-            slots.budgets,
-            slots.victims,
-            slots.next_positions,
-            scale,
-            decay,
-            gain,
-            config.num_sink_tokens,
-            config.num_recent_tokens,
-            is_ring,
-        )
-        return output[:, None]
     layer.columns.append(key, value)
     scores = column_scores(layer)
-    if is_ring:
+    if config.decode_mode == "ring":
         ages = torch.tensor(layer.padding.tokens, dtype=torch.float32, device=scores.device) - 1.0
         scores[:, :, -1] = ages[:, None]
     else:

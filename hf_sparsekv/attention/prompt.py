@@ -130,7 +130,7 @@ def make_room(layer: WindowLayer) -> None:
     rows = range(len(layer.prompts))
     if layer.slots is None:
         if any(layer.padding.tokens[row] >= layer.prompts[row].budget for row in rows):
-            _start_replacing(layer)
+            start_replacing(layer)
         else:
             return
     slots = layer.slots
@@ -139,8 +139,8 @@ def make_room(layer: WindowLayer) -> None:
         slots.reserve(slots.capacity + FULL_LAYER_BLOCK)
 
 
-def _start_replacing(layer: WindowLayer) -> None:
-    """Move a layer that has evicted nothing from columns to slots."""
+def start_replacing(layer: WindowLayer) -> None:
+    """Move a layer that has evicted nothing from columns to slots; those that no token takes yet are free."""
     capacity = max(record.budget for record in layer.prompts)
     parts = []
     for rows in _uniform_rows(layer):

@@ -40,6 +40,12 @@ class ColumnStore:
         """Bytes reserved by keys and values."""
         return sum(t.nbytes for t in (self._keys, self._values) if t is not None)
 
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, K, capacity, D], reserved columns included."""
+        assert self._keys is not None and self._values is not None
+        return self._keys, self._values
+
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Copy new columns [B, K, T, D] behind the others."""
         end = self.num_columns + keys.shape[2]
@@ -52,6 +58,25 @@ class ColumnStore:
         self._keys[:, :, self.num_columns : end] = keys
         self._values[:, :, self.num_columns : end] = values
         self.num_columns = end
+
+    def reserve(self, columns: int) -> None:
+        """Have room for as many columns in all; what is stored stays."""
+        if columns > self.capacity:
+            keys, values = self.buffers
+            self._keys, self._values = self._grown(keys, keys, columns), self._grown(values, values, columns)
+
+    def trim(self) -> None:
+        """Give back the columns beyond what `append` alone would have reserved."""
+        capacity = column_capacity(self.num_columns)
+        if capacity < self.capacity:
+            self._keys, self._values = (t[:, :, :capacity].contiguous() for t in self.buffers)
+
+    def reorder(self, order: Tensor) -> None:
+        """Make column j of request i what its column order[i, j], int64 [B, capacity], was; reserved ones included."""
+        index = order[:, None, :, None]
+        keys, values = self.buffers
+        moved = [t.gather(2, index.expand(-1, t.shape[1], -1, t.shape[3])) for t in (keys, values)]
+        self._keys, self._values = moved  # both or, when memory is short, none
 
     def clear(self) -> None:
         """Drop everything and release the memory."""

@@ -59,6 +59,13 @@ class SlotStore:
             pad(self.scores, (0, extra)),
         )
 
+    def trim(self, capacity: int) -> None:
+        """Shrink to at most `capacity` slots; the others must be free."""
+        if capacity < self.capacity:
+            self.keys, self.values, self.positions, self.scores = (
+                t[:, :, :capacity].contiguous() for t in (self.keys, self.values, self.positions, self.scores)
+            )
+
     @staticmethod
     def join_rows(parts: list["SlotStore"]) -> "SlotStore":
         """One store from the stores of single requests, all with equal capacity."""

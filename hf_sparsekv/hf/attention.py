@@ -10,7 +10,8 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from hf_sparsekv import ops
 from hf_sparsekv.attention.forward import attend
 from hf_sparsekv.errors import CacheError, InputError, ModelError
-from hf_sparsekv.hf.masks import dense_mask
+from hf_sparsekv.hf.masks import dense_mask, is_step_mask
+from hf_sparsekv.hf.paged import packed_attention
 from hf_sparsekv.hf.sharding import shard_of_call
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def sparsekv_attention(
     Args:
         module: the model's attention module.
         query: [B, H, T, D] after RoPE. key, value: [B, K, T, D] with our cache, [B, K, N, D] otherwise.
-        attention_mask: what `sparsekv_mask` returned.
+        attention_mask: what `sparsekv_mask` returned, or the `step_mask` of a packed step that the thread has running.
         scaling: factor on the logits; default D ** -0.5.
         dropout: applied only without our cache.
         kwargs: the model's other arguments; features that cannot work raise.
@@ -58,6 +59,8 @@ def sparsekv_attention(
         InputError: packed sequences or a custom 4D mask together with a sparse cache.
         CacheError: the cache cannot take these tokens; in a backward pass, always.
     """
+    if is_step_mask(attention_mask):
+        return packed_attention(query, key, value, scaling), None
     layer: CacheLayer | None = kwargs.pop(LAYER_KEYWORD, None) or getattr(key, LAYER_ATTRIBUTE, None)
     if layer is None:
         mask = dense_mask(attention_mask, query, key.shape[2], allow_none=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -48,6 +49,20 @@ def sparsekv_mask(
         allow_is_causal_skip=allow_is_causal_skip,
         **kwargs,
     )
+
+
+def step_mask(device: torch.device) -> Tensor:
+    """The mask of a forward pass whose attention is a `Step` that the thread has running, see `hf.paged`.
+
+    A mask of four dimensions goes through transformers untouched, and no other one has no columns. A compiled layer
+    sees its shape, which is the same in every step.
+    """
+    return torch.zeros(1, 1, 1, 0, dtype=torch.bool, device=device)
+
+
+def is_step_mask(mask: Tensor | None) -> bool:
+    """Whether a mask is what `step_mask` makes."""
+    return mask is not None and mask.dim() == 4 and mask.shape[3] == 0
 
 
 def dense_mask(mask: Tensor | None, query: Tensor, num_columns: int, *, allow_none: bool) -> Tensor | None:

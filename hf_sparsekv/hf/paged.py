@@ -90,10 +90,27 @@ def paged_attention(
     """
     if not torch.compiler.is_compiling():
         _check_call(module)
+    return packed_attention(query, key, value, scaling), None
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """The attention of the next layer of the step that the thread has running.
+
+    Args:
+        query: [1, H, T, D] after RoPE. key, value: [1, K, T, D].
+        scaling: factor on the logits; default D ** -0.5.
+    Returns:
+        output [1, T, H, D].
+    """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (t.transpose(1, 2)[0] for t in (query, key, value))
-    output = torch.ops.hf_sparsekv.paged_attention(q, k, v, scale)
-    return output[None], None
+    output: Tensor = torch.ops.hf_sparsekv.paged_attention(q, k, v, scale)
+    return output[None]
+
+
+def is_running() -> bool:
+    """Whether the thread has a step running."""
+    return _thread.now is not None
 
 
 def _now() -> _Running:
