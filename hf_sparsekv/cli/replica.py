@@ -1,4 +1,4 @@
-"""One process of several that `hf-sparsekv run` was launched in: its part of the model, and what it does with it."""
+"""One process of several that a command was launched in: its part of the model, and what it does with it."""
 
 from typing import Annotated
 
@@ -22,7 +22,9 @@ TpOption = Annotated[
 ]
 
 
-def load_replica(place: Place, source: ModelSource, *, dtype: str, device: str, console: Console) -> PreTrainedModel:
+def load_replica(
+    place: Place, source: ModelSource, *, dtype: str, device: str, replicas_per_gpu: int = 1, console: Console
+) -> PreTrainedModel:
     """This process's model: whole, or its part of the one that the ranks of its replica share.
 
     Raises:
@@ -33,7 +35,7 @@ def load_replica(place: Place, source: ModelSource, *, dtype: str, device: str, 
         return load_weights(source, dtype=dtype, device=device, console=console)
     check_tp_size(source.config, place.tp_size)
     where = pick_device(device).split(":")[0]
-    mesh = join_replica(place, where)
+    mesh = join_replica(place, where, replicas_per_gpu=replicas_per_gpu)
     if mesh is None:
         return load_weights(source, dtype=dtype, device=where, console=console)
     with status(console, f"loading the weights on {place.tp_size} ranks ({where})"):

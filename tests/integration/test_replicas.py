@@ -225,3 +225,16 @@ def test_places_follow_the_launcher():
     with pytest.raises(ConfigError, match="must be numbers"):
         Place.of_environment(1, given | {"RANK": "x"})
     assert "RANK" not in os.environ
+
+
+def test_replicas_share_a_gpu_only_where_that_is_asked_for():
+    places = [Place(rank=r, world_size=6, local_rank=r, local_world_size=6) for r in range(6)]
+    assert [place.gpu(2, replicas_per_gpu=3) for place in places] == [0, 1, 0, 1, 0, 1]
+    assert [place.gpu(6) for place in places] == list(range(6))
+    for place in places:  # all of them, in the same words
+        with pytest.raises(ConfigError, match=r"6 processes on a machine with 2 GPUs, .* --replicas-per-gpu 3"):
+            place.gpu(2, replicas_per_gpu=2)
+    pairs = [Place(rank=r, world_size=6, local_rank=r, local_world_size=6, tp_size=2) for r in range(6)]
+    assert [place.gpu(3, replicas_per_gpu=2) for place in pairs] == [0, 1, 2, 0, 1, 2]
+    with pytest.raises(ConfigError, match="tp=2, but this machine has 1 GPU$"):
+        pairs[0].gpu(1, replicas_per_gpu=6)
