@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_sparsekv.engine.batch_results import lock_of
+from hf_sparsekv.engine.batch_results import lock_of, remove_with_lock
 
 
 class Claims:
@@ -15,14 +15,14 @@ class Claims:
 
     def __init__(self, output: Path) -> None:
         real = output.resolve()
-        self._path = real.with_name(f".{real.name}.claims")
+        self._path = real.with_name(f"{real.name}.claims")
         self._lock = lock_of(self._path)
         self.taken: set[str] = set()
         """By anyone, when `take` was last called."""
 
     def forget(self) -> None:
-        """Let everything be taken again."""
-        self._path.unlink(missing_ok=True)
+        """Let everything be taken again, and leave no file behind."""
+        remove_with_lock(self._path)
 
     def take(self, names: Sequence[str]) -> str | None:
         """The first of these that nobody has taken, which now is the caller's; None = nothing is left."""

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from evals.claims import Claims
 from evals.comparison import Method
 from evals.run_tasks import Measurement, check_lengths, facts_of, measured
 from evals.shared_samples import measure_part
@@ -122,7 +123,9 @@ class OfflineSuite:
             if place.rank > 0:
                 return None
             parts.wait_for_others()
-        return self._summed(measurements, parts, facts)
+        found = self._summed(measurements, parts, facts)
+        Claims(out).forget()
+        return found
 
     def _summed(
         self, measurements: Mapping[str, Measurement], parts: PartFiles, facts: Mapping[str, Any]

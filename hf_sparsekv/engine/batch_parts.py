@@ -10,8 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from hf_sparsekv.engine.batch_lines import line_numbers
-from hf_sparsekv.engine.batch_results import ErrorFile, ResultFile, check_errors
-from hf_sparsekv.engine.part_files import PartFiles, remove_part
+from hf_sparsekv.engine.batch_results import ErrorFile, ResultFile, check_errors, remove_with_lock
+from hf_sparsekv.engine.part_files import PartFiles
 
 
 class ReplicaFiles:
@@ -81,7 +81,7 @@ class ReplicaFiles:
         """Remove the errors beside a part that has moved into the output."""
         errors = self._errors.with_name(self._errors.name + part.name.removeprefix(self._output.name))
         if errors != self._parts.own_of(self._errors):  # that one is merged next
-            remove_part(errors)
+            remove_with_lock(errors)
 
     def _merge_errors(self) -> None:
         """Replace this replica's lines among the errors of all by those of this run."""
@@ -92,7 +92,7 @@ class ReplicaFiles:
             _replace(self._errors, text.encode("utf-8"))
         else:
             self._errors.unlink(missing_ok=True)
-        remove_part(own)
+        remove_with_lock(own)
 
 
 def _error_lines(path: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from hf_sparsekv.engine.batch_results import RESULT_FIELDS, ResultFile, lock_of, result_id
+from hf_sparsekv.engine.batch_results import RESULT_FIELDS, ResultFile, lock_of, remove_with_lock, result_id
 from hf_sparsekv.errors import InputError
 
 WAIT_S = 120.0
@@ -107,7 +107,7 @@ class PartFiles:
             if parts:
                 merged.done |= self._rewrite(merged, parts)
             for path in parts:
-                remove_part(path)
+                remove_with_lock(path)
                 self._on_merged(path)
 
     def is_anyone_at_work(self) -> bool:
@@ -165,9 +165,3 @@ def parts_of(output: Path) -> dict[Path, int]:
         return {}  # opening the output will say it better
     found = {name: pattern.fullmatch(name) for name in names}
     return {output.with_name(name): int(match[1]) for name, match in found.items() if match}
-
-
-def remove_part(part: Path) -> None:
-    """Remove a part file, if it is there, and its lock."""
-    part.unlink(missing_ok=True)
-    Path(lock_of(part).lock_file).unlink(missing_ok=True)

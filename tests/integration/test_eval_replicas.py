@@ -83,7 +83,7 @@ def figures(name):
 
 
 def left_beside():
-    return sorted(p.name for p in Path().iterdir() if "part" in p.name or "merging" in p.name)
+    return sorted(p.name for p in Path().iterdir() if any(word in p.name for word in ("part", "merging", "claims")))
 
 
 @pytest.fixture
