@@ -4,12 +4,14 @@ Each serves every n-th line.
 """
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from hf_sparsekv.engine.batch_lines import line_numbers
+from hf_sparsekv.engine.batch_options import check_options
 from hf_sparsekv.engine.batch_results import ErrorFile, ResultFile, check_errors, remove_with_lock
 from hf_sparsekv.engine.part_files import PartFiles
 
@@ -23,12 +25,21 @@ class ReplicaFiles:
         output: results of all, in the end.
         errors: lines that could not be served, of all, in the end.
         replica, num_replicas: which of how many this is.
+        options, may_mix: see `check_options`; None = whatever made them, results are gone on with.
     """
 
     def __init__(
-        self, input: Path | None, output: Path, errors: Path, *, replica: int = 0, num_replicas: int = 1
+        self,
+        input: Path | None,
+        output: Path,
+        errors: Path,
+        *,
+        replica: int = 0,
+        num_replicas: int = 1,
+        options: Mapping[str, Any] | None = None,
+        may_mix: bool = False,
     ) -> None:
-        self._output, self._errors = output, errors
+        self._output, self._errors, self._options, self._may_mix = output, errors, options, may_mix
         self._replica, self._num_replicas = replica, num_replicas
         self._parts = PartFiles(
             output,
@@ -47,17 +58,20 @@ class ReplicaFiles:
         """The open files. What is done already counts as done in `ResultFile.done`.
 
         Raises:
-            InputError: another run writes to the output, or a file holds something else or cannot be opened.
+            InputError: another run writes to the output, a file holds something else or cannot be opened, or results
+                were made with other options.
         """
         with self._stack:
             if self._num_replicas == 1:
                 self._parts.merge_leftovers()
                 results = self._stack.enter_context(ResultFile(self._output))
+                self._check_options(has_results=bool(results.done))
                 bad_lines = ErrorFile(self._errors)
             else:
                 with self._parts.whole() as merged:
                     check_errors(self._errors)
                     self._parts.merge_into(merged)
+                    self._check_options(has_results=bool(merged.done) or self._parts.is_anyone_at_work())
                     results = self._stack.enter_context(self._parts.part())
                 results.done |= merged.done
                 bad_lines = ErrorFile(self._parts.own_of(self._errors))
@@ -76,6 +90,10 @@ class ReplicaFiles:
             self._stack.close()
             self._parts.merge_into(merged)
             self._merge_errors()
+
+    def _check_options(self, *, has_results: bool) -> None:
+        if self._options is not None:
+            check_options(self._output, self._options, has_results=has_results, may_mix=self._may_mix)
 
     def _forget_errors(self, part: Path) -> None:
         """Remove the errors beside a part that has moved into the output."""

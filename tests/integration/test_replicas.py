@@ -156,6 +156,24 @@ def test_another_number_of_replicas_is_turned_away_while_one_is_at_work(files):
     assert [line["id"] for line in read(files[1])] == ["q4"]
 
 
+def test_replicas_of_other_options_are_refused_while_one_is_at_work_and_later(files):
+    def replica_of(replica, num_replicas, budget):
+        errors = files[1].with_name("out.errors.jsonl")
+        places = {"replica": replica, "num_replicas": num_replicas}
+        return ReplicaFiles(files[0], files[1], errors, **places, options={"budget": budget})
+
+    with replica_of(0, 2, 40) as (results, _):
+        with pytest.raises(InputError, match="budget was 40, is 50"):
+            replica_of(1, 2, 50).__enter__()
+        with replica_of(1, 2, 40):
+            results.write("q0", result(0))
+    for number in (1, 2):
+        with pytest.raises(InputError, match="budget was 40, is 50"):
+            replica_of(0, number, 50).__enter__()
+        with replica_of(0, number, 40) as (results, _):
+            assert results.done == {"q0"}
+
+
 def test_a_crash_between_merging_and_removing_parts_loses_and_doubles_nothing(files):
     with replica_files(files, 0, 2) as (results, _):
         results.write("q2", result(2))
@@ -236,5 +254,5 @@ def test_replicas_share_a_gpu_only_where_that_is_asked_for():
             place.gpu(2, replicas_per_gpu=2)
     pairs = [Place(rank=r, world_size=6, local_rank=r, local_world_size=6, tp_size=2) for r in range(6)]
     assert [place.gpu(3, replicas_per_gpu=2) for place in pairs] == [0, 1, 2, 0, 1, 2]
-    with pytest.raises(ConfigError, match="tp=2, but this machine has 1 GPU$"):
+    with pytest.raises(ConfigError, match=r"tp=2, but this machine has 1 GPU$"):
         pairs[0].gpu(1, replicas_per_gpu=6)
