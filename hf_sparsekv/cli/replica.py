@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from hf_sparsekv.cli.loading import ModelSource, load_weights, pick_device, pick_dtype
 from hf_sparsekv.cli.progress import status
@@ -16,6 +17,7 @@ from hf_sparsekv.errors import InputError
 from hf_sparsekv.hf.sharding import check_tp_size, load_sharded
 from hf_sparsekv.parallel.group import join_replica
 from hf_sparsekv.parallel.place import Place
+from hf_sparsekv.parallel.ranks import losing_others
 
 TpOption = Annotated[
     int, typer.Option("--tp", help="Processes that share one model; the others of the launch are replicas of it.")
@@ -38,6 +40,7 @@ def load_replica(
     mesh = join_replica(place, where, replicas_per_gpu=replicas_per_gpu)
     if mesh is None:
         return load_weights(source, dtype=dtype, device=where, console=console)
+    transformers_logging.disable_progress_bar()  # each rank would draw one
     with status(console, f"loading the weights on {place.tp_size} ranks ({where})"):
         try:
             return load_sharded(
@@ -53,7 +56,11 @@ def load_replica(
 
 
 def follow(network: PreTrainedModel, method: SparseKVConfig, options: EngineConfig) -> None:
-    """Do what rank 0 of the replica does, until it is done."""
-    with Engine(network, method, options) as engine:
+    """Do what rank 0 of the replica does, until it is done.
+
+    Raises:
+        ReplicaLostError: another rank has ended before.
+    """
+    with losing_others(), Engine(network, method, options) as engine:
         assert isinstance(engine, FollowingEngine)
         engine.follow()

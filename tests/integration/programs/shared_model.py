@@ -156,7 +156,7 @@ def interrupt_while_scores_are_compared(path, config, prompt):
     if RANK:
         try:
             engine.follow()
-        except (skv.EngineError, RuntimeError) as error:
+        except RuntimeError as error:
             return type(error).__name__, str(error)
         return "ended", ""
     union, sent = engine._ranks.union, []
