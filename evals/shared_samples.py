@@ -1,14 +1,17 @@
 """Samples measured by several processes: each takes the next document that nobody has, and writes a part of the lines.
 
 Nothing but files is shared. A process that dies takes its last document along; what it had finished is in its part, and
-whoever sums up, or the next run, measures the rest.
+whoever sums up, or the next run, measures the rest. So it goes with a document for which a shared GPU has no room, too:
+who sums up has the GPU alone.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from evals.claims import Claims
@@ -68,8 +71,14 @@ def measure_part(
         bar = stack.enter_context(tqdm(total=total, initial=done, disable=not has_progress, desc="Samples"))
         while (key := claims.take(list(units))) is not None:
             unit = units[key]
-            for line_id, line in unit.measurement.lines(unit.samples, unit.names):
-                file.write(line_id, line)
+            try:
+                for line_id, line in unit.measurement.lines(unit.samples, unit.names):
+                    file.write(line_id, line)
+            except torch.cuda.OutOfMemoryError:
+                tqdm.write(
+                    f"{key}: no room on the GPU beside other processes; measured when they have ended", sys.stderr
+                )
+                torch.cuda.empty_cache()
             # Those that others have taken count as done: only the last ones are not.
             bar.n = done + sum(unit.num_lines for key, unit in units.items() if key in claims.taken)
             bar.refresh()

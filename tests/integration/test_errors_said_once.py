@@ -1,6 +1,7 @@
 """What ends all processes of a launch is said by one of them, what ends one of them by that one."""
 
 import os
+import signal
 import subprocess
 import sys
 from datetime import timedelta
@@ -8,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from hf_sparsekv.cli import app
 from hf_sparsekv.parallel.once import may_say
 
 
@@ -40,6 +42,15 @@ def test_a_store_that_is_gone_keeps_nobody_from_saying(monkeypatch, launched):
     monkeypatch.setattr("hf_sparsekv.parallel.once._CONNECT_S", 0.2)
     monkeypatch.setenv("MASTER_PORT", "1")
     assert may_say("a")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_all_processes_is_said_by_the_first(monkeypatch, capsys, rank):
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(SystemExit) as ended:
+        app._end_by(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == ("" if rank else "terminated\n")
 
 
 def test_a_wrong_option_is_one_line_of_all_processes(launched, tmp_path):

@@ -256,3 +256,12 @@ def test_replicas_share_a_gpu_only_where_that_is_asked_for():
     assert [place.gpu(3, replicas_per_gpu=2) for place in pairs] == [0, 1, 2, 0, 1, 2]
     with pytest.raises(ConfigError, match=r"tp=2, but this machine has 1 GPU$"):
         pairs[0].gpu(1, replicas_per_gpu=6)
+
+
+def test_replicas_that_share_a_gpu_are_told_how_much_of_it(folder, files, monkeypatch, capsys):
+    arguments = [str(files[0]), "-o", str(files[1]), "-m", folder, "--replicas-per-gpu", "3"]
+    monkeypatch.setattr("sys.argv", ["hf-sparsekv", "run", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "3 replicas on a GPU share its memory: give each its --kv-memory" in capsys.readouterr().err
+    assert not files[1].exists()
