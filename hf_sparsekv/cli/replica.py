@@ -13,7 +13,7 @@ from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.engine.config import EngineConfig
 from hf_sparsekv.engine.engine import Engine
 from hf_sparsekv.engine.sharded import FollowingEngine
-from hf_sparsekv.errors import InputError
+from hf_sparsekv.errors import ConfigError, InputError
 from hf_sparsekv.hf.sharding import check_tp_size, load_sharded
 from hf_sparsekv.parallel.group import join_replica
 from hf_sparsekv.parallel.place import Place
@@ -33,10 +33,12 @@ def load_replica(
         ConfigError: the ranks do not fit the model or the machine, an unknown dtype or a device that is not there.
         InputError: no safetensors, or files that cannot be read.
     """
+    where = pick_device(device).split(":")[0]
+    if replicas_per_gpu > 1 and where == "cpu":
+        raise ConfigError(f"--replicas-per-gpu {replicas_per_gpu} has no effect on a CPU: leave it out")
     if place.world_size == 1 and place.tp_size == 1:
         return load_weights(source, dtype=dtype, device=device, console=console)
     check_tp_size(source.config, place.tp_size)
-    where = pick_device(device).split(":")[0]
     mesh = join_replica(place, where, replicas_per_gpu=replicas_per_gpu)
     if mesh is None:
         return load_weights(source, dtype=dtype, device=where, console=console)

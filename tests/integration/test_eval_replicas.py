@@ -12,8 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from evals.claims import Claims
-from evals.tasks.lines import sample_parts
+from evals.tasks.lines import SampleLines, sample_parts
 from hf_sparsekv.cli.app import main
+from hf_sparsekv.errors import InputError
 from hf_sparsekv.testing.models import tiny_llama
 from hf_sparsekv.testing.ranks import free_port, rank_environment, start_rank
 
@@ -147,6 +148,11 @@ def test_another_number_of_processes_is_turned_away_while_one_is_at_work(launch)
     with sample_parts(Path("two.jsonl"), replica=0, num_replicas=2).part():
         for number in (1, 3):
             assert wait_for(launch(number, "two")) == [2] * number
+            with (
+                pytest.raises(InputError, match="is being written by one of 2 replicas"),
+                SampleLines(sample_parts(Path("two.jsonl"), num_replicas=number), {}),
+            ):
+                pass
     assert wait_for(launch(1, "two")) == [0]
 
 
@@ -158,5 +164,10 @@ def test_every_piece_is_taken_once(tmp_path):
     assert other.take("abc") == "a"
 
 
-def test_tasks_of_lm_eval_are_refused_in_several_processes(launch):
-    assert wait_for(launch(2, "two", "-t", "mmlu_local", "--suite", "lm-eval")) == [2, 2]
+def test_tasks_of_lm_eval_are_refused_in_several_processes(folder, monkeypatch, capsys):
+    for name, value in rank_environment(0, 2, free_port()).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["hf-sparsekv", "eval", "-m", folder, "-t", "hellaswag"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "tasks of lm-eval run in one process, not in 2 (hellaswag)" in capsys.readouterr().err
