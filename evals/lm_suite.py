@@ -21,7 +21,7 @@ from evals.comparison import Method
 from evals.harness import check_tasks, evaluate
 from evals.ledger import EvictionError
 from evals.run_tasks import dense_config
-from evals.tasks.lines import SampleLines
+from evals.tasks.lines import SampleLines, sample_parts
 from evals.tasks.mmlu import GROUP, build_layout, load_examples, load_questions
 from evals.tasks.provenance import model_facts, versions
 from evals.tasks.samples import AWARE
@@ -30,6 +30,7 @@ from evals.tasks.summary import DENSE
 from hf_sparsekv.bench.machine import commit
 from hf_sparsekv.errors import ConfigError, InputError
 from hf_sparsekv.hf.models import model_shape
+from hf_sparsekv.parallel.place import Place
 
 NAME = "lm-eval"
 HELD_BACK_TOKENS = 1
@@ -73,8 +74,10 @@ class LmSuite:
         check_tasks(list(tasks), manager)
         return cls(list(tasks), options, manager, tokenizer)
 
-    def run(self, model: PreTrainedModel, methods: Sequence[Method], out: Path, *, model_name: str) -> dict[str, Any]:
-        """Measure what `out` does not hold yet.
+    def run(
+        self, model: PreTrainedModel, methods: Sequence[Method], out: Path, *, model_name: str, place: Place
+    ) -> dict[str, Any]:
+        """Measure what `out` does not hold yet, in a single process.
 
         Returns:
             JSON-able: versions, commit, model, configurations by task, and `rows` like those of
@@ -82,13 +85,14 @@ class LmSuite:
         Raises:
             InputError: `out` holds results of something else, or a task has no metric by document.
         """
+        assert place.world_size == 1, "checked before"
         settings = {"limit": self.options.limit, "num_fewshot": self.options.num_fewshot}
         settings |= {"held_back_tokens": HELD_BACK_TOKENS}
         facts = {"suite": NAME, "model": model_facts(model, model_name), "settings": settings}
         facts |= {"versions": versions() | {"lm_eval": _lm_eval_version()}}
         rows, configs, commits = [], {}, set()
         total = len(self.tasks) * (len(methods) + 1)
-        with SampleLines(out, facts) as lines, tqdm(total=total, desc="Tasks and configurations") as bar:
+        with SampleLines(sample_parts(out), facts) as lines, tqdm(total=total, desc="Tasks and configurations") as bar:
             for task in self.tasks:
                 dense = self._line(lines, model, task, DENSE, dense_config(model))
                 bar.update()

@@ -1,6 +1,6 @@
 """The offline tasks through several methods: samples, a budget for each task where a ratio is asked for, rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,16 +8,21 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from evals.claims import Claims
 from evals.comparison import Method
-from evals.run_tasks import check_lengths, run
+from evals.run_tasks import Measurement, check_lengths, facts_of, measured
+from evals.shared_samples import measure_part
 from evals.tasks.catalog import HUB_TASKS, TASKS, samples_of
 from evals.tasks.essay import AUTO, EssayTokens, load_essay
+from evals.tasks.lines import sample_parts
 from evals.tasks.measure import context_of
 from evals.tasks.samples import MODES, NO_CONTEXT, Sample
 from evals.tasks.summary import DENSE
 from hf_sparsekv.cli.loading import ModelSource
+from hf_sparsekv.engine.part_files import PartFiles
 from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.hf.models import model_shape
+from hf_sparsekv.parallel.place import Place
 from hf_sparsekv.plan import LayerPlan
 
 NAME = "offline"
@@ -91,21 +96,47 @@ class OfflineSuite:
                 made[method.name] = config
         return made
 
-    def run(self, model: PreTrainedModel, methods: Sequence[Method], out: Path, *, model_name: str) -> dict[str, Any]:
-        """Measure what `out` does not hold yet: a summary as of `evals.run_tasks.run`, `configs` by task.
+    def run(
+        self, model: PreTrainedModel, methods: Sequence[Method], out: Path, *, model_name: str, place: Place
+    ) -> dict[str, Any] | None:
+        """Measure what `out` does not hold yet, or a share of that in one of several processes.
 
+        Returns:
+            A summary as of `evals.run_tasks.run`, `configs` by task; None in a process that does not lead.
         Raises:
             InputError: see `evals.run_tasks.run`.
         """
         self.unreachable.clear()
-        configs = {task: self.configs(task, methods, model) for task in self.samples}
+        measurements = {
+            task: Measurement(model, samples, self.configs(task, methods, model))
+            for task, samples in self.samples.items()
+        }
+        facts = facts_of(model, model_name)
+        parts = sample_parts(
+            out,
+            lambda: [line_id for measurement in measurements.values() for line_id in measurement.line_ids()],
+            replica=place.replica,
+            num_replicas=place.num_replicas,
+        )
+        if place.num_replicas > 1:
+            measure_part(list(measurements.values()), parts, facts, has_progress=place.rank == 0)
+            if place.rank > 0:
+                return None
+            parts.wait_for_others()
+        found = self._summed(measurements, parts, facts)
+        Claims(out).forget()
+        return found
+
+    def _summed(
+        self, measurements: Mapping[str, Measurement], parts: PartFiles, facts: Mapping[str, Any]
+    ) -> dict[str, Any]:
         found: dict[str, Any] = {}
         by_task = {}
         rows: list[dict[str, Any]] = []
         seconds = 0.0
         commits: set[str] = set()
-        for task, samples in self.samples.items():
-            found = run(model, samples, configs[task], out, model_name=model_name, essay=self.essay)
+        for task, measurement in measurements.items():
+            found = measured(measurement, parts, facts, essay=self.essay)
             by_task[task] = found["configs"]
             rows += [row | _budget(row, found["configs"]) for row in found["rows"]]
             rows += [row for row in self.unreachable if row["task"] == task]

@@ -15,7 +15,8 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import hf_sparsekv as skv
 from evals.model_args import split_options
-from evals.sample_groups import outcomes_of
+from evals.sample_groups import by_document, outcomes_of
 from evals.scoring import SparseScorer
 from evals.shared_prefill import SharedPrefill
 from evals.tasks.catalog import TASKS, samples_of
 from evals.tasks.essay import AUTO, SOURCES, EssayTokens, load_essay
-from evals.tasks.lines import SampleLines
+from evals.tasks.lines import SampleLines, sample_parts
 from evals.tasks.measure import HELD_BACK_TOKENS, context_of
 from evals.tasks.provenance import model_facts, versions
 from evals.tasks.samples import HALVES, MODES, NO_CONTEXT, Sample
 from evals.tasks.summary import DENSE, Results, rows
 from hf_sparsekv.bench.machine import commit
 from hf_sparsekv.cli.loading import DTYPES, load_weights, open_model
+from hf_sparsekv.engine.part_files import PartFiles
 from hf_sparsekv.errors import ConfigError, InputError, SparseKVError, shown
 from hf_sparsekv.models_store import BUILTIN_ALIAS
 
@@ -72,6 +74,83 @@ def dense_config(model: PreTrainedModel) -> skv.SparseKVConfig:
     return skv.SparseKVConfig(num_full_layers=model.config.get_text_config().num_hidden_layers)
 
 
+class Measurement:
+    """Some samples through some configurations of one model.
+
+    Args:
+        model: a causal language model.
+        samples: see `evals.tasks.catalog.samples_of`.
+        configs: by name; the dense cache always takes part.
+    Raises:
+        InputError: samples that are too long for the model or for a bounded prefill.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, samples: Sequence[Sample], configs: Mapping[str, skv.SparseKVConfig]
+    ) -> None:
+        check_lengths(model.config, samples)
+        _check_chunks(samples, configs)
+        self.samples, self.configs = samples, {DENSE: dense_config(model), **configs}
+        hashes = {name: _config_sha256(config) for name, config in self.configs.items()}
+        self.wanted: dict[tuple[str, str], dict[str, str]] = {}
+        """By configuration and sample id, samples in the order in which they are measured: hashes that tell whether a
+        stored result is of both."""
+        for sample in (sample for group in by_document(samples) for sample in group):
+            made_of = sample.sha256()
+            for name in self.configs:
+                if name == DENSE or sample.mode != NO_CONTEXT:
+                    self.wanted[name, sample.id] = {"sample_sha256": made_of, "config_sha256": hashes[name]}
+        self._model, self._commit = model, commit()
+
+    def line_ids(self) -> list[str]:
+        """Of all results, in order."""
+        return ["|".join(key) for key in self.wanted]
+
+    def missing(self, lines: SampleLines) -> dict[str, list[str]]:
+        """Names of the configurations whose result is not there, by sample id.
+
+        Raises:
+            InputError: results of something else.
+        """
+        names: dict[str, list[str]] = {}
+        for (name, sample_id), made_of in self.wanted.items():
+            if not lines.holds(f"{name}|{sample_id}", made_of):
+                names.setdefault(sample_id, []).append(name)
+        return names
+
+    def lines(self, samples: Sequence[Sample], names: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Any]]:
+        """Measure: id and line of each result."""
+        for sample, outcomes in outcomes_of(self._prefill, samples, names, self._scorers):
+            for name, outcome in outcomes.items():
+                line: dict[str, Any] = {"config": name, "task": sample.task, "mode": sample.mode, "half": sample.half}
+                line |= {"seed": sample.seed, "budget_tokens": sample.budget_tokens, "num_tokens": sample.num_tokens}
+                line |= {"facts": dict(sample.facts), "commit": self._commit}
+                yield f"{name}|{sample.id}", line | self.wanted[name, sample.id] | outcome
+
+    def results(self, lines: SampleLines) -> Results:
+        """All of them, when nothing is missing."""
+        return {key: lines.known["|".join(key)] for key in self.wanted}
+
+    @cached_property
+    def _scorers(self) -> dict[str, SparseScorer]:
+        return {
+            name: SparseScorer(self._model, config, softmax_dtype=torch.float32)
+            for name, config in self.configs.items()
+            if config.chunk_tokens is not None
+        }
+
+    @cached_property
+    def _prefill(self) -> SharedPrefill:
+        shared = {name: config for name, config in self.configs.items() if name not in self._scorers}
+        return SharedPrefill(self._model, shared)
+
+
+def facts_of(model: PreTrainedModel, model_name: str) -> dict[str, Any]:
+    """What made the results: the first line of their file."""
+    facts = {"format": FORMAT, "model": model_facts(model, model_name), "held_back_tokens": HELD_BACK_TOKENS}
+    return facts | {"versions": versions()}
+
+
 def run(
     model: PreTrainedModel,
     samples: Sequence[Sample],
@@ -85,9 +164,7 @@ def run(
     """Measure what `out` does not hold yet, and sum all of it up.
 
     Args:
-        model: a causal language model.
-        samples: see `evals.tasks.catalog.samples_of`.
-        configs: by name; the dense cache always takes part.
+        model, samples, configs: see `Measurement`.
         out: JSON lines, made if it is not there.
         model_name: for people.
         essay: name and hash of the text that documents are made of.
@@ -97,14 +174,31 @@ def run(
     Raises:
         InputError: samples that are too long for the model or for a bounded prefill, or a file of other results.
     """
-    check_lengths(model.config, samples)
-    _check_chunks(samples, configs)
-    facts = {"format": FORMAT, "model": model_facts(model, model_name), "held_back_tokens": HELD_BACK_TOKENS}
-    facts |= {"versions": versions()}
-    configs = {DENSE: dense_config(model), **configs}
-    with SampleLines(out, facts) as lines:
-        results = _measured(model, samples, configs, lines, has_progress=has_progress)
-    return facts | {
+    measurement = Measurement(model, samples, configs)
+    parts = sample_parts(out, measurement.line_ids)
+    return measured(measurement, parts, facts_of(model, model_name), essay=essay, has_progress=has_progress)
+
+
+def measured(
+    measurement: Measurement,
+    parts: PartFiles,
+    facts: Mapping[str, Any],
+    *,
+    essay: Mapping[str, str],
+    has_progress: bool = True,
+) -> dict[str, Any]:
+    """What `run` does, with parts that several processes may have left, and facts as of `facts_of`."""
+    samples, configs = measurement.samples, measurement.configs
+    with SampleLines(parts, facts) as lines:
+        names = measurement.missing(lines)
+        total, num_missing = len(measurement.wanted), sum(map(len, names.values()))
+        with tqdm(total=total, initial=total - num_missing, disable=not has_progress, desc="Samples") as bar:
+            for line_id, line in measurement.lines([sample for sample in samples if sample.id in names], names):
+                lines.add(line_id, line)
+                bar.update()
+        results = measurement.results(lines)
+    return {
+        **facts,
         "kind": "tasks",
         "commit": commit(),
         "commits": sorted({str(line["commit"]) for line in results.values()}),
@@ -118,48 +212,9 @@ def run(
     }
 
 
-def _measured(
-    model: PreTrainedModel,
-    samples: Sequence[Sample],
-    configs: Mapping[str, skv.SparseKVConfig],
-    lines: SampleLines,
-    *,
-    has_progress: bool,
-) -> Results:
-    """The results of all samples with all configurations: those that are there, then the missing ones."""
-    scorers = {
-        name: SparseScorer(model, config, softmax_dtype=torch.float32)
-        for name, config in configs.items()
-        if config.chunk_tokens is not None
-    }
-    prefill = SharedPrefill(model, {name: config for name, config in configs.items() if name not in scorers})
-    wanted = {
-        (name, sample.id): _made_of(sample, config)
-        for sample in samples
-        for name, config in configs.items()
-        if name == DENSE or sample.mode != NO_CONTEXT
-    }
-    todo = [key for key, made_of in wanted.items() if not lines.holds("|".join(key), made_of)]
-    names: dict[str, list[str]] = {}
-    for name, sample_id in todo:
-        names.setdefault(sample_id, []).append(name)
-    missing = [sample for sample in samples if sample.id in names]
-    now = commit()
-    with tqdm(total=len(wanted), initial=len(wanted) - len(todo), disable=not has_progress, desc="Samples") as bar:
-        for sample, outcomes in outcomes_of(prefill, missing, names, scorers):
-            for name, outcome in outcomes.items():
-                line: dict[str, Any] = {"config": name, "task": sample.task, "mode": sample.mode, "half": sample.half}
-                line |= {"seed": sample.seed, "budget_tokens": sample.budget_tokens, "num_tokens": sample.num_tokens}
-                line |= {"facts": dict(sample.facts), "commit": now, **wanted[name, sample.id], **outcome}
-                lines.add(f"{name}|{sample.id}", line)
-                bar.update()
-    return {key: lines.known["|".join(key)] for key in wanted}
-
-
-def _made_of(sample: Sample, config: skv.SparseKVConfig) -> dict[str, str]:
-    """Hashes that tell whether a stored result is of this sample and this configuration."""
+def _config_sha256(config: skv.SparseKVConfig) -> str:
     options = json.dumps(config.to_dict(must_be_registered=False), sort_keys=True)
-    return {"sample_sha256": sample.sha256(), "config_sha256": hashlib.sha256(options.encode()).hexdigest()}
+    return hashlib.sha256(options.encode()).hexdigest()
 
 
 def check_lengths(config: PreTrainedConfig, samples: Sequence[Sample]) -> None:

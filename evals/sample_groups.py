@@ -27,15 +27,20 @@ def outcomes_of(
         names: of the configurations that are wanted, by sample id.
         scorers: by name, for the configurations that read every prompt themselves.
     """
-    groups: dict[Tokens, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.document, []).append(sample)
-    for group in groups.values():
+    for group in by_document(samples):
         prompts = _Prompts(prefill)
         for sample in group:
             shared = [name for name in names[sample.id] if name not in scorers]
             outcomes = _shared_outcomes(prompts, sample, shared) if shared else {}
             yield sample, outcomes | {n: outcome(scorers[n], sample) for n in names[sample.id] if n in scorers}
+
+
+def by_document(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each document, in the order in which the documents come first."""
+    groups: dict[Tokens, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.document, []).append(sample)
+    return list(groups.values())
 
 
 def _shared_outcomes(prompts: "_Prompts", sample: Sample, names: Sequence[str]) -> dict[str, dict[str, Any]]:

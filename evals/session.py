@@ -19,11 +19,13 @@ from evals.run_tasks import parse_config
 from evals.tasks.catalog import HUB_TASKS, TASKS
 from evals.tasks.summary import DENSE
 from hf_sparsekv.cli.eval_options import LM_EVAL, OFFLINE, SUITES
-from hf_sparsekv.cli.loading import ModelSource, load_weights, open_model
+from hf_sparsekv.cli.loading import ModelSource, open_model
 from hf_sparsekv.cli.options import read_text
+from hf_sparsekv.cli.replica import load_replica
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.hf.models import model_shape
+from hf_sparsekv.parallel.place import Place
 from hf_sparsekv.plan import LayerPlan
 
 FORMAT = 1
@@ -79,16 +81,24 @@ class Prepared:
     methods: list[Method]
     suites: dict[str, Any]
 
-    def run(self, *, dtype: str, device: str, console: Console) -> dict[str, Any]:
-        """Measure what the lines do not hold yet.
+    def run(
+        self, *, dtype: str, device: str, place: Place, replicas_per_gpu: int, console: Console
+    ) -> dict[str, Any] | None:
+        """Measure what the lines do not hold yet, or a share of that in one of several processes.
 
         Returns:
-            JSON-able: `kind`, `format`, `date`, `suites` (what made the figures, by suite) and `rows`.
+            JSON-able: `kind`, `format`, `date`, `suites` (what made the figures, by suite) and `rows`; None in a
+            process that does not lead.
         """
-        model = load_weights(self.source, dtype=dtype, device=device, console=console)
+        model = load_replica(
+            place, self.source, dtype=dtype, device=device, replicas_per_gpu=replicas_per_gpu, console=console
+        )
         suites, rows = {}, []
         for name, suite in self.suites.items():
-            found = suite.run(model, self.methods, lines_of(self.request.out, name), model_name=self.model_name)
+            lines = lines_of(self.request.out, name)
+            found = suite.run(model, self.methods, lines, model_name=self.model_name, place=place)
+            if found is None:
+                return None
             rows += found.pop("rows")
             suites[name] = found
         return {"kind": "eval", "format": FORMAT, "date": date.today().isoformat(), "suites": suites, "rows": rows}
@@ -104,17 +114,24 @@ def lines_of(out: Path, suite: str) -> Path:
     return out if suite == OFFLINE else out.with_name(f"{out.stem}.lm_eval{out.suffix}")
 
 
-def prepare(request: EvalRequest, model: str, *, trust_remote_code: bool, console: Console) -> Prepared:
+def prepare(
+    request: EvalRequest, model: str, *, trust_remote_code: bool, num_processes: int, console: Console
+) -> Prepared:
     """Check everything that can be checked before the weights are loaded.
 
     Raises:
         InputError: an unknown task, a model or a text that cannot be had, samples too long for the model, lm-eval
             missing.
-        ConfigError: options that are wrong or contradict each other.
+        ConfigError: options that are wrong or contradict each other, or tasks of lm-eval in several processes.
     """
     names = request.by_suite()
     methods = _methods(request)
     if LM_EVAL in names:
+        if num_processes > 1:
+            raise ConfigError(
+                f"tasks of lm-eval run in one process, not in {num_processes} ({', '.join(names[LM_EVAL])}): start it "
+                "without torchrun, or start several with tasks, an --out and a GPU (CUDA_VISIBLE_DEVICES) of their own"
+            )
         _require_lm_eval(names[LM_EVAL])
     if OFFLINE not in names and (request.lengths or request.seeds):
         raise ConfigError("--lengths and --seeds are for offline tasks: none is asked for")

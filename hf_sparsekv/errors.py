@@ -52,3 +52,7 @@ class PoolError(SparseKVError, RuntimeError):
 
 class EngineError(SparseKVError, RuntimeError):
     """The engine itself has failed or was closed: nothing that it was running can go on."""
+
+
+class ReplicaLostError(EngineError):
+    """Another process that this one shares a model with has ended; that one knows why."""

@@ -1,12 +1,12 @@
 """The results of single samples on disk: JSON lines that a later run goes on with, if it is the same experiment."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hf_sparsekv.engine.batch_results import ResultFile
+from hf_sparsekv.engine.part_files import PartFiles
 from hf_sparsekv.errors import InputError, shown
 
 HEADER_ID = "run"
@@ -14,26 +14,46 @@ _MODEL_FACTS = ("weights_sha256", "dtype", "device")
 """Of a model that must not change; what it is called may."""
 
 
+def sample_parts(
+    path: Path, order: Callable[[], Sequence[str]] = tuple, *, replica: int = 0, num_replicas: int = 1
+) -> PartFiles:
+    """A file of results, and the parts that it has while several processes measure.
+
+    Args:
+        path: of the file.
+        order: the ids of the results, asked for when parts are merged.
+        replica, num_replicas: which of how many processes this is.
+    """
+
+    def places() -> dict[str, int]:
+        return {line_id: number for number, line_id in enumerate([HEADER_ID, *order()])}
+
+    return PartFiles(
+        path, places, replica=replica, num_replicas=num_replicas, fields=frozenset(("id",)), first_field=None
+    )
+
+
 class SampleLines:
     """A context manager: locked, mended and read on entry, on the disk on exit.
 
     Args:
-        path: the file; made if it is not there.
+        parts: of the file, see `sample_parts`; it is made if it is not there.
         facts: what made the results; the first line.
     """
 
-    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
-        self.path, self.facts = path, dict(facts)
+    def __init__(self, parts: PartFiles, facts: Mapping[str, Any]) -> None:
+        self.path, self.facts = parts.output, dict(facts)
         self.known: dict[str, dict[str, Any]] = {}
         """Lines by id."""
-        self._file = ResultFile(path, fields=frozenset(("id",)), first_field=None)
+        self._parts, self._file = parts, parts.whole()
 
     def __enter__(self) -> "SampleLines":
-        """Open the file, cut off a torn line, and read the others.
+        """Open the file, cut off a torn line, and read the others; before that, merge what lies in parts.
 
         Raises:
             InputError: it holds something else, or results of another experiment, or is being written to.
         """
+        self._parts.merge_leftovers()
         self._file.__enter__()
         try:
             lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]

@@ -16,7 +16,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from hf_sparsekv.cli.interrupt import EXIT_BASE, MESSAGES, Interrupted, Terminated, importing, raising_on_sigterm
-from hf_sparsekv.errors import SparseKVError
+from hf_sparsekv.errors import ReplicaLostError, SparseKVError
 from hf_sparsekv.version import __version__
 
 USAGE_ERROR = 2
@@ -35,6 +35,8 @@ COMMANDS = {
 }
 """Each subcommand's module in this folder, which has a function of the same name, and the docstring's first line."""
 
+_NUM_PROCESSES = "WORLD_SIZE"
+"""What a launcher of several processes sets."""
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """What writing to a full disk or a lost terminal gives; files of ours turn theirs into errors of ours."""
 
@@ -114,7 +116,7 @@ def main() -> None:
         else:  # the help was shown
             sys.exit(USAGE_ERROR)
     except SparseKVError as error:
-        _fail(str(error))
+        _fail(str(error), is_consequence=isinstance(error, ReplicaLostError))
     except (KeyboardInterrupt, Interrupted, typer.Abort):
         _end_by(signal.SIGINT)
     except Terminated:
@@ -127,7 +129,8 @@ def main() -> None:
 
 
 def _end_by(number: signal.Signals) -> None:
-    Console(stderr=True).print(MESSAGES[number])
+    if os.environ.get("RANK", "0") == "0":  # a launcher tells all of its processes
+        Console(stderr=True).print(MESSAGES[number])
     sys.exit(EXIT_BASE + number)
 
 
@@ -138,7 +141,12 @@ def _drop_output() -> None:
     os.close(nowhere)
 
 
-def _fail(message: str) -> None:
+def _fail(message: str, *, is_consequence: bool = False) -> None:
+    if _NUM_PROCESSES in os.environ:
+        from hf_sparsekv.parallel.once import may_say
+
+        if not may_say(message, is_consequence=is_consequence):
+            sys.exit(USAGE_ERROR)
     line = escape(" ".join(message.split()))
     Console(stderr=True).print(f"[bold red]error:[/] {line}", highlight=False, soft_wrap=True)
     sys.exit(USAGE_ERROR)

@@ -47,6 +47,7 @@ from hf_sparsekv.cli.options import (
     ModelOption,
     NumFullLayersOption,
     PresetOption,
+    ReplicasPerGpuOption,
     ScorerOption,
     SetOption,
     TrustRemoteCodeOption,
@@ -84,6 +85,7 @@ def eval(
     json_file: JsonOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    replicas_per_gpu: ReplicasPerGpuOption = 1,
     trust_remote_code: TrustRemoteCodeOption = False,
 ) -> None:
     """Measure what a model loses with a sparse cache, on offline tasks or lm-eval's, paired with the dense one.
@@ -93,7 +95,6 @@ def eval(
     check_files(out, json_file)
     with importing():
         session = evals_module("session")
-    console = Console(stderr=True)
     request = session.EvalRequest(
         tasks=tuple(split("--tasks", tasks, str)),
         suite=suite,
@@ -112,9 +113,27 @@ def eval(
         include_path=include_path,
         out=out,
     )
-    with _saying_what_stays(out, console):
-        prepared = session.prepare(request, model, trust_remote_code=trust_remote_code, console=console)
-        report = prepared.run(dtype=dtype, device=device, console=console)
+    loading = {"dtype": dtype, "device": device, "replicas_per_gpu": replicas_per_gpu}
+    report = _measured(session, request, model, loading, trust_remote_code=trust_remote_code)
+    if report is not None:
+        _write(report, json_file)
+
+
+def _measured(
+    session: ModuleType, request: Any, model: str, loading: dict[str, Any], *, trust_remote_code: bool
+) -> dict[str, Any] | None:
+    """What came of it; None in a process that others of its launch measure with, and that does not lead."""
+    place = import_module("hf_sparsekv.parallel.place").Place.of_environment()
+    console = Console(stderr=True, quiet=place.rank > 0)
+    with _saying_what_stays(request.out, console):
+        prepared = session.prepare(
+            request, model, trust_remote_code=trust_remote_code, num_processes=place.world_size, console=console
+        )
+        report: dict[str, Any] | None = prepared.run(**loading, place=place, console=console)
+    return report
+
+
+def _write(report: dict[str, Any], json_file: Path | None) -> None:
     if json_file is not None:
         json_file.write_text(json.dumps(report | {"command": sys.argv[1:]}, indent=2) + "\n", encoding="utf-8")
     _print_tables(report)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, TypeVar
 
 import typer
@@ -109,15 +110,24 @@ def split(option: str, text: str | None, kind: Callable[[str], Value]) -> list[V
 
 
 def check_files(out: Path, json_file: Path | None) -> None:
-    """Refuse what cannot be written, before any work.
+    """Refuse what cannot be written, before any work; nothing is left behind.
 
     Raises:
-        InputError: a folder that is not there, or one file for both.
+        InputError: a folder that is not there, a file that nobody may write, or one file for both.
     """
     for path in (out, json_file):
-        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+        if path is None:
+            continue
+        if path.is_dir() or not path.resolve().parent.is_dir():
             raise InputError(
                 f"cannot write {path}: {'it is a folder' if path.is_dir() else 'no such folder; make it first'}"
             )
+        try:
+            if path.exists():
+                path.open("ab").close()
+            else:
+                TemporaryFile(dir=path.resolve().parent).close()
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror or error}; give another file") from error
     if json_file is not None and json_file.resolve() == out.resolve():
         raise InputError(f"--out and --json are one file, {out}: give two")

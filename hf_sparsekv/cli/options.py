@@ -67,6 +67,10 @@ DtypeOption = Annotated[
     str, typer.Option("--dtype", help="float32, bfloat16, float16, or auto: bfloat16 on a GPU, float32 on a CPU.")
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+ReplicasPerGpuOption = Annotated[
+    int,
+    typer.Option("--replicas-per-gpu", min=1, help="Processes of a launch that may share a GPU, for a small model."),
+]
 TrustRemoteCodeOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 
 

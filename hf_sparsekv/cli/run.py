@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -32,7 +32,7 @@ from hf_sparsekv.cli.engine_options import (
     sampling_fields,
 )
 from hf_sparsekv.cli.interrupt import EXIT_BASE
-from hf_sparsekv.cli.loading import ModelSource, open_model
+from hf_sparsekv.cli.loading import ModelSource, dtype_name, open_model, pick_device, pick_dtype
 from hf_sparsekv.cli.options import (
     DEFAULT_MODEL,
     BudgetOption,
@@ -43,6 +43,7 @@ from hf_sparsekv.cli.options import (
     ModelOption,
     NumFullLayersOption,
     PresetOption,
+    ReplicasPerGpuOption,
     ScorerOption,
     SetOption,
     TrustRemoteCodeOption,
@@ -57,6 +58,7 @@ from hf_sparsekv.engine.batch_run import BatchRun
 from hf_sparsekv.engine.config import EngineConfig
 from hf_sparsekv.engine.engine import Engine
 from hf_sparsekv.engine.sampling_params import SamplingParams
+from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.hf.models import model_shape
 from hf_sparsekv.parallel.group import leave_replica
 from hf_sparsekv.parallel.place import Place
@@ -72,6 +74,9 @@ OutputOption = Annotated[Path, typer.Option("--output", "-o", help="Results; ids
 ErrorsOption = Annotated[
     Path | None,
     typer.Option("--errors", help="Lines that could not be served. Default for out.jsonl: out.errors.jsonl."),
+]
+MixOption = Annotated[
+    bool, typer.Option("--mix-options", help="Go on although the results there were made with other options.")
 ]
 
 
@@ -103,6 +108,8 @@ def run(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     tp: TpOption = 1,
+    replicas_per_gpu: ReplicasPerGpuOption = 1,
+    mix_options: MixOption = False,
     trust_remote_code: TrustRemoteCodeOption = False,
 ) -> None:
     """Generate for every line of a file, many at once; interrupted or killed, the same command goes on."""
@@ -123,11 +130,30 @@ def run(
     SamplingParams(**defaults)
     files = BatchFiles.of(file, output, errors)
     files.check_readers(place.num_replicas)
-    task = _Task(files, place, model, method, options, defaults, dtype, device, trust_remote_code, console)
+    _check_memory(options, replicas_per_gpu)
+    loading = _Loading(model, dtype, device, replicas_per_gpu, trust_remote_code)
+    task = _Task(files, place, method, options, defaults, loading, mix_options, console)
     received = task.lead() if place.tp_rank == 0 else task.follow()
     leave_replica()
     if received is not None:
         raise typer.Exit(EXIT_BASE + received)
+
+
+def _check_memory(options: EngineConfig, replicas_per_gpu: int) -> None:
+    """Refuse replicas that would each take what their GPU has left."""
+    if replicas_per_gpu > 1 and options.kv_memory_bytes is None:
+        raise ConfigError(f"{replicas_per_gpu} replicas on a GPU share its memory: give each its --kv-memory")
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """Which model, and how it is loaded."""
+
+    model: str
+    dtype: str
+    device: str
+    replicas_per_gpu: int
+    trust_remote_code: bool
 
 
 @dataclass(frozen=True)
@@ -136,13 +162,11 @@ class _Task:
 
     files: BatchFiles
     place: Place
-    model: str
     method: SparseKVConfig
     options: EngineConfig
     defaults: dict[str, Any]
-    dtype: str
-    device: str
-    trust_remote_code: bool
+    loading: _Loading
+    may_mix: bool
     console: Console
 
     def lead(self) -> int | None:
@@ -155,6 +179,8 @@ class _Task:
             files.errors,
             replica=place.replica,
             num_replicas=place.num_replicas,
+            options=self._deciding_options(),
+            may_mix=self.may_mix,
         )
         with shared as (results, bad_lines), files.readable() as readable:
             source = self._open()
@@ -177,13 +203,30 @@ class _Task:
             follow(self._load(self._open()), self.method, self.options)
         return noted.received
 
+    def _deciding_options(self) -> dict[str, Any]:
+        """Those that decide what an answer is, by name."""
+        loading = self.loading
+        model = str(Path(loading.model).resolve()) if Path(loading.model).is_dir() else loading.model
+        dtype = dtype_name(pick_dtype(loading.dtype, pick_device(loading.device)))
+        options = {"model": model, "dtype": dtype, "max_model_len": self.options.max_model_len}
+        return options | self.method.to_dict(must_be_registered=False) | asdict(SamplingParams(**self.defaults))
+
     def _open(self) -> ModelSource:
-        source = open_model(self.model, trust_remote_code=self.trust_remote_code, console=self.console)
+        loading = self.loading
+        source = open_model(loading.model, trust_remote_code=loading.trust_remote_code, console=self.console)
         LayerPlan.build(self.method, model_shape(source.config))
         return source
 
     def _load(self, source: ModelSource) -> PreTrainedModel:
-        return load_replica(self.place, source, dtype=self.dtype, device=self.device, console=self.console)
+        loading = self.loading
+        return load_replica(
+            self.place,
+            source,
+            dtype=loading.dtype,
+            device=loading.device,
+            replicas_per_gpu=loading.replicas_per_gpu,
+            console=self.console,
+        )
 
 
 def serve(

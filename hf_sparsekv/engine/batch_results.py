@@ -269,6 +269,12 @@ def lock_of(path: Path) -> FileLock:
     return FileLock(real.with_name(f".{real.name}.lock"))
 
 
+def remove_with_lock(path: Path) -> None:
+    """Remove a file that one run needed, if it is there, and its lock."""
+    path.unlink(missing_ok=True)
+    Path(lock_of(path).lock_file).unlink(missing_ok=True)
+
+
 def _acquire(lock: FileLock, path: Path, option: str, wait_s: float = 0.0) -> None:
     if not path.resolve().parent.is_dir():  # the lock would make it
         raise InputError(f"cannot write {path}: no such folder; make it first")

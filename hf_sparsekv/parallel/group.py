@@ -23,7 +23,7 @@ START_TIMEOUT = timedelta(minutes=10)
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-def join_replica(place: Place, device_type: str) -> "DeviceMesh | None":
+def join_replica(place: Place, device_type: str, *, replicas_per_gpu: int = 1) -> "DeviceMesh | None":
     """Join the group of this process's replica; the mesh of its tensor-parallel ranks, None where there is only one.
 
     On a GPU the process's own becomes the current device.
@@ -31,16 +31,12 @@ def join_replica(place: Place, device_type: str) -> "DeviceMesh | None":
     Args:
         place: of this process.
         device_type: "cpu" (gloo) or "cuda" (NCCL).
+        replicas_per_gpu: processes that may share a GPU; no two of one replica do, which NCCL would refuse.
     Raises:
         ConfigError: fewer GPUs than processes on this machine, or a group that is there has another size.
     """
     if device_type == "cuda":
-        if place.local_rank >= torch.cuda.device_count():
-            raise ConfigError(
-                f"process {place.local_rank} of this machine has no GPU of its own, there are "
-                f"{torch.cuda.device_count()}: start one process for each GPU"
-            )
-        torch.cuda.set_device(place.local_rank)
+        torch.cuda.set_device(place.gpu(torch.cuda.device_count(), replicas_per_gpu))
     if place.tp_size == 1:
         return None
     from accelerate import ParallelismConfig  # takes seconds, and a single process needs none of it
@@ -73,5 +69,5 @@ def _init(place: Place, device_type: str) -> None:
         rank=place.tp_rank,
         world_size=place.tp_size,
         timeout=START_TIMEOUT,
-        device_id=torch.device("cuda", place.local_rank) if device_type == "cuda" else None,
+        device_id=torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else None,
     )

@@ -9,6 +9,7 @@ from hf_sparsekv.errors import ConfigError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 """What torchrun and `accelerate launch` set."""
+_LOCAL_SIZE = "LOCAL_WORLD_SIZE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,9 @@ class Place:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """Among the processes of this machine: the number of its GPU."""
+    """Among the processes of this machine."""
+    local_world_size: int = 1
+    """Processes of this machine."""
     tp_size: int = 1
 
     def __post_init__(self) -> None:
@@ -48,9 +51,35 @@ class Place:
             return cls(tp_size=tp_size)
         try:
             rank, world_size, local_rank = (int(given.get(name, given["RANK"])) for name in _VARIABLES)
+            local_world_size = int(given.get(_LOCAL_SIZE, local_rank + 1))
         except ValueError as error:
             raise ConfigError(f"{', '.join(_VARIABLES)} must be numbers, as torchrun sets them: {error}") from error
-        return cls(rank=rank, world_size=world_size, local_rank=local_rank, tp_size=tp_size)
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            tp_size=tp_size,
+        )
+
+    def gpu(self, num_gpus: int, replicas_per_gpu: int = 1) -> int:
+        """The number of this process's GPU; equal on all machines for equal local ranks.
+
+        Args:
+            num_gpus: of this machine.
+            replicas_per_gpu: processes that may share one; those of one replica of the model never do.
+        Raises:
+            ConfigError: more processes than that on this machine.
+        """
+        if self.tp_size > num_gpus:
+            raise ConfigError(f"tp={self.tp_size}, but this machine has {num_gpus} GPU{'s' * (num_gpus != 1)}")
+        if self.local_world_size > num_gpus * replicas_per_gpu:
+            raise ConfigError(
+                f"{self.local_world_size} processes on a machine with {num_gpus} GPU{'s' * (num_gpus != 1)}, of which "
+                f"each takes {replicas_per_gpu}: start fewer processes, or let more replicas of a small model share "
+                f"a GPU with --replicas-per-gpu {-(-self.local_world_size // num_gpus)}"
+            )
+        return self.local_rank % num_gpus
 
     @property
     def replica(self) -> int:

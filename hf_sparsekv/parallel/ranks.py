@@ -5,7 +5,8 @@ there is nobody to tell.
 """
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_sparsekv.errors import EngineError
+from hf_sparsekv.errors import ReplicaLostError, SparseKVError
 from hf_sparsekv.hf.sharding import check_tp_size, tp_mesh
 from hf_sparsekv.plan import ModelShape
 from hf_sparsekv.scorers.base import ALL_HEADS, HeadShard
@@ -27,6 +28,8 @@ _IDLE = timedelta(days=365)
 _PACKET = 2048
 """Bytes of a message that need a single broadcast."""
 _LENGTH = 8
+_GLOO = "gloo"
+"""What the words of its errors have in common, which are plain RuntimeErrors."""
 
 
 class Ranks:
@@ -97,13 +100,15 @@ class TensorRanks(Ranks):
     def least(self, value: int) -> int:
         """One reduction on the host."""
         smallest = torch.tensor([value], dtype=torch.int64)
-        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._control)
+        with losing_others():
+            dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._control)
         return int(smallest)
 
     def union(self, values: Mapping[str, str]) -> dict[str, str]:
         """One exchange on the host."""
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, dict(values), group=self._control)
+        with losing_others():
+            dist.all_gather_object(gathered, dict(values), group=self._control)
         merged: dict[str, str] = {}
         for part in reversed(gathered):
             merged |= part
@@ -113,7 +118,7 @@ class TensorRanks(Ranks):
         """One broadcast on the host, two if the message is long.
 
         Raises:
-            EngineError: rank 0 is gone.
+            ReplicaLostError: rank 0 is gone.
         """
         data = pickle.dumps(message) if self.rank == 0 else b""
         first = torch.zeros(_PACKET, dtype=torch.uint8)
@@ -133,12 +138,27 @@ class TensorRanks(Ranks):
         return message if self.rank == 0 else pickle.loads(received[_LENGTH : _LENGTH + length])
 
     def _broadcast(self, data: Tensor) -> None:
-        try:
+        with losing_others():
             dist.broadcast(data, group=self._control, group_src=0)
-        except RuntimeError as error:
-            raise EngineError(
-                f"rank {self.rank} lost its replica: another rank has ended ({_first_line(error)}); start all again"
-            ) from error
+
+
+@contextmanager
+def losing_others() -> Iterator[None]:
+    """Say what it means when a collective of the ranks inside fails.
+
+    Raises:
+        ReplicaLostError: another rank has ended.
+    """
+    try:
+        yield
+    except SparseKVError:
+        raise
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or _GLOO in str(error).lower()):
+            raise
+        raise ReplicaLostError(
+            f"another rank of this replica has ended ({_first_line(error)}); start all processes again"
+        ) from error
 
 
 def ranks_of(model: PreTrainedModel, shape: ModelShape) -> Ranks:

@@ -148,6 +148,9 @@ def test_an_interruption_keeps_what_is_finished(run, monkeypatch):
         (["-t", "needle", "--num-fewshot", "2"], "--num-fewshot, --batch-size and --include-path are for tasks of lm"),
         (["-t", "needle", "--json", "eval.jsonl"], "are one file"),
         (["-t", "needle", "--json", "absent/r.json"], "no such folder"),
+        (["-t", "needle", *GRID, "--device", "cpu", "--replicas-per-gpu", "2"], "has no effect on a CPU"),
+        (["-t", "needle", "--json", "/proc/r.json"], "cannot write /proc/r.json: "),
+        (["-t", "needle", "--out", "/proc/version"], "cannot write /proc/version: "),
     ],
 )
 def test_mistakes_end_in_one_line_before_any_work(run, monkeypatch, arguments, words):

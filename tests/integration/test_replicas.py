@@ -156,6 +156,24 @@ def test_another_number_of_replicas_is_turned_away_while_one_is_at_work(files):
     assert [line["id"] for line in read(files[1])] == ["q4"]
 
 
+def test_replicas_of_other_options_are_refused_while_one_is_at_work_and_later(files):
+    def replica_of(replica, num_replicas, budget):
+        errors = files[1].with_name("out.errors.jsonl")
+        places = {"replica": replica, "num_replicas": num_replicas}
+        return ReplicaFiles(files[0], files[1], errors, **places, options={"budget": budget})
+
+    with replica_of(0, 2, 40) as (results, _):
+        with pytest.raises(InputError, match="budget was 40, is 50"):
+            replica_of(1, 2, 50).__enter__()
+        with replica_of(1, 2, 40):
+            results.write("q0", result(0))
+    for number in (1, 2):
+        with pytest.raises(InputError, match="budget was 40, is 50"):
+            replica_of(0, number, 50).__enter__()
+        with replica_of(0, number, 40) as (results, _):
+            assert results.done == {"q0"}
+
+
 def test_a_crash_between_merging_and_removing_parts_loses_and_doubles_nothing(files):
     with replica_files(files, 0, 2) as (results, _):
         results.write("q2", result(2))
@@ -225,3 +243,25 @@ def test_places_follow_the_launcher():
     with pytest.raises(ConfigError, match="must be numbers"):
         Place.of_environment(1, given | {"RANK": "x"})
     assert "RANK" not in os.environ
+
+
+def test_replicas_share_a_gpu_only_where_that_is_asked_for():
+    places = [Place(rank=r, world_size=6, local_rank=r, local_world_size=6) for r in range(6)]
+    assert [place.gpu(2, replicas_per_gpu=3) for place in places] == [0, 1, 0, 1, 0, 1]
+    assert [place.gpu(6) for place in places] == list(range(6))
+    for place in places:  # all of them, in the same words
+        with pytest.raises(ConfigError, match=r"6 processes on a machine with 2 GPUs, .* --replicas-per-gpu 3"):
+            place.gpu(2, replicas_per_gpu=2)
+    pairs = [Place(rank=r, world_size=6, local_rank=r, local_world_size=6, tp_size=2) for r in range(6)]
+    assert [place.gpu(3, replicas_per_gpu=2) for place in pairs] == [0, 1, 2, 0, 1, 2]
+    with pytest.raises(ConfigError, match=r"tp=2, but this machine has 1 GPU$"):
+        pairs[0].gpu(1, replicas_per_gpu=6)
+
+
+def test_replicas_that_share_a_gpu_are_told_how_much_of_it(folder, files, monkeypatch, capsys):
+    arguments = [str(files[0]), "-o", str(files[1]), "-m", folder, "--replicas-per-gpu", "3"]
+    monkeypatch.setattr("sys.argv", ["hf-sparsekv", "run", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "3 replicas on a GPU share its memory: give each its --kv-memory" in capsys.readouterr().err
+    assert not files[1].exists()

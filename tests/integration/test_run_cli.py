@@ -195,6 +195,39 @@ def test_a_second_run_adds_nothing_and_a_longer_input_only_what_is_new(files, ru
     assert not files[1].with_name("out.errors.jsonl").exists()
 
 
+def test_a_run_with_other_options_is_refused_until_it_is_told_to_go_on(files, run):
+    lines = [{"token_ids": ids} for ids in prompts(4).values()]
+    write_lines(files[0], *lines[:2])
+    assert run()[0] == 0
+    before = files[1].read_bytes()
+    write_lines(files[0], *lines)
+    code, err = run("--budget", "50", "--temperature", "0.5")
+    assert code == 2
+    assert "made with other options (budget was 40, is 50; do_sample was False, is True; temperature" in err
+    assert files[1].read_bytes() == before
+    assert run("--max-batch-tokens", "64", "--max-num-seqs", "2")[0] == 0  # they decide no answer
+    assert files[1].read_bytes().startswith(before)
+    write_lines(files[0], *lines, {"token_ids": [5]})
+    assert run("--budget", "50", "--mix-options")[0] == 0
+    assert len(read_lines(files[1])) == 5
+    code, err = run()  # those of the last run hold
+    assert (code, "budget was 50, is 40" in err) == (2, True)
+    files[1].unlink()
+    assert run()[0] == 0  # of a file that is gone, nobody asks
+
+
+def test_results_without_known_options_are_gone_on_with(files, run):
+    write_lines(files[0], {"token_ids": [5]}, {"token_ids": [6]})
+    assert run()[0] == 0
+    lines = files[1].read_bytes().splitlines(keepends=True)
+    for left in (b"", b"{torn"):
+        options = files[1].with_name(".out.jsonl.options.json")
+        options.write_bytes(left) if left else options.unlink()
+        files[1].write_bytes(lines[0])
+        assert run("--budget", "50")[0] == 0
+        assert len(read_lines(files[1])) == 2
+
+
 def test_sampling_is_the_same_in_any_run_and_order(files, run):
     lines = [{"id": name, "token_ids": ids} for name, ids in prompts(6).items()]
     answers = []

@@ -144,6 +144,15 @@ def test_a_failure_on_one_rank_is_that_requests_alone(folder, whole):
         assert tokens == engine.generate([prompts[0]], GREEDY)[0].token_ids
 
 
+def test_an_interrupt_while_scores_are_compared_ends_the_engine(folder):
+    """Rank 1 waits for rank 0's scores then: a message in their place would be taken for them, or never be read."""
+    name = "interrupt_while_scores_are_compared"
+    (said, num_sent), (kind, reason) = run_ranks(PROGRAM, name, 2, folder, SPARSE, prompts_of()[-1], timeout_s=60.0)
+    assert "the other ranks wait for it: start all processes again" in said
+    assert num_sent == 0
+    assert (kind, "another rank of this replica has ended" in reason) == ("ReplicaLostError", True)
+
+
 def test_a_step_has_the_collectives_of_the_dense_model_and_one_for_its_tokens(folder):
     prompt = prompts_of((50,))[0]
     for dense, sparse, served in run_ranks(PROGRAM, "collectives", 2, folder, SPARSE, prompt):

@@ -146,6 +146,41 @@ def fail_on_one_rank(path, config, prompts, params):
     return outputs, ends[0].token_ids
 
 
+def interrupt_while_scores_are_compared(path, config, prompt):
+    """Of rank 0: what the engine says after an interrupt there, and how many messages it sends; of the other: its end.
+
+    The other rank waits in the comparison, and must be sent nothing else.
+    """
+    model = load(path)
+    engine = skv.Engine(model, config, OPTIONS)
+    if RANK:
+        try:
+            engine.follow()
+        except RuntimeError as error:
+            return type(error).__name__, str(error)
+        return "ended", ""
+    union, sent = engine._ranks.union, []
+
+    def interrupted(values):
+        raise KeyboardInterrupt
+
+    engine._ranks.union = interrupted
+    engine.add_request(prompt, skv.SamplingParams(max_tokens=4, ignore_eos=True))
+    try:
+        while engine.has_unfinished:
+            engine.step()
+    except KeyboardInterrupt:
+        engine._ranks.union = union
+    engine._ranks.share = sent.append
+    try:
+        engine.step()
+        said = "nothing"
+    except skv.EngineError as error:
+        said = str(error)
+    engine.close()
+    return said, len(sent)
+
+
 def refuse(path):
     """The error of a model whose heads do not divide."""
     model = load(path)

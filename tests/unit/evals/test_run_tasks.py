@@ -15,7 +15,9 @@ import hf_sparsekv as skv
 from evals import run_tasks
 from evals.sample_groups import outcomes_of
 from evals.scoring import SparseScorer
+from evals.shared_samples import measure_part
 from evals.tasks.catalog import TASKS, samples_of
+from evals.tasks.lines import sample_parts
 from evals.tasks.measure import context_of, outcome
 from evals.tasks.samples import AGNOSTIC, AWARE, NO_CONTEXT
 from evals.tasks.stats import bootstrap
@@ -178,6 +180,31 @@ def test_an_interrupted_run_keeps_what_is_finished(go, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         go()
     assert len(lines_of(tmp_path / "out.jsonl")) == 5
+
+
+def test_what_has_no_room_beside_other_processes_is_measured_in_the_end(
+    go, model, samples, tmp_path, monkeypatch, capsys
+):
+    measure, refused = run_tasks.Measurement.lines, []
+
+    def lines(self, some, names):
+        if len(refused) < 2:
+            refused.extend(name for sample in some for name in names[sample.id])
+            raise torch.cuda.OutOfMemoryError
+        yield from measure(self, some, names)
+
+    measurement = run_tasks.Measurement(model, samples, {"small": SMALL})
+    facts = run_tasks.facts_of(model, "tiny")
+    parts = sample_parts(tmp_path / "two.jsonl", measurement.line_ids, num_replicas=2)
+    monkeypatch.setattr(run_tasks.Measurement, "lines", lines)
+    measure_part([measurement], parts, facts, has_progress=False)
+    assert "no room on the GPU beside other processes" in capsys.readouterr().err
+    stored = parts.own.read_bytes().splitlines()
+    assert len(stored) == len(measurement.wanted) - len(refused) > 0
+    monkeypatch.undo()
+    found = run_tasks.measured(measurement, parts, facts, essay=ESSAY, has_progress=False)
+    assert found["rows"] == go()["rows"]
+    assert set(stored) <= set((tmp_path / "two.jsonl").read_bytes().splitlines())
 
 
 def test_results_of_something_else_are_refused(go, samples, tmp_path, text):
