@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 2 * 2**20
-"""What the fp32 weights of one chunk of rows may take: they are read several times, and should stay in a CPU's cache."""
+"""What the fp32 weights of one chunk of rows may take: they are read several times, and should stay in a cache."""
 CUDA_CHUNK_BYTES = 2**26
 """The same on a GPU, where the number of launches counts."""
 

@@ -20,8 +20,8 @@ from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.plan import LayerPlan
 from hf_sparsekv.scorers import TwoLists
-from hf_sparsekv.scorers.keyformer import Keyformer
 from hf_sparsekv.scorers.checks import MAX_SCORE
+from hf_sparsekv.scorers.keyformer import Keyformer
 from hf_sparsekv.select import check_scores, select_index
 
 Scores = Tensor | TwoLists
