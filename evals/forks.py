@@ -113,7 +113,7 @@ class Forks:
 
     def _group(self, members: list[int], counts: tuple[int, ...]) -> _Group:
         (_, kv_heads, num_tokens, _), num_new = self._keys.shape, self._visible.shape[0]
-        fork = torch.tensor(members, device=self._keys.device)
+        fork = _uploaded(members, self._keys.device)
         head, token = (torch.arange(count, device=fork.device) for count in (kv_heads, num_new))
         new_rows = kv_heads * num_tokens + (fork[:, None, None] * kv_heads + head[:, None]) * num_new + token
         is_whole = members[-1] - members[0] == len(members) - 1
@@ -141,7 +141,7 @@ class Forks:
         is_even = min(group.counts) == width
         key = (width,) if is_even else group.counts
         if key not in self._masks:
-            counts = torch.tensor(group.counts[:1] if is_even else group.counts, device=self._visible.device)
+            counts = _uploaded(group.counts[:1] if is_even else group.counts, self._visible.device)
             old = torch.arange(width, device=counts.device) < counts[:, None]
             old = old[:, None].expand(-1, num_new, -1)
             mask = torch.cat([old, self._visible.expand(len(counts), -1, -1)], dim=-1)
@@ -161,6 +161,22 @@ def forked_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+@contextmanager
+def attention_of_any_shape() -> Iterator[None]:
+    """Keep torch from cuDNN's attention, which plans each shape for longer than a pass takes: most are new here."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def _uploaded(values: Sequence[int], device: torch.device) -> Tensor:
+    """int64, without waiting for the device: layers whose counts differ each ask for some."""
+    return torch.tensor(values).to(device, non_blocking=True)
 
 
 def _attention(

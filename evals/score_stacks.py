@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evals.all_rows import summed_weights
 from hf_sparsekv import ops
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.scorers import ScoreInputs, TwoLists
@@ -150,12 +151,30 @@ class _StackInputs(ScoreInputs):
     ) -> Tensor:
         """See `ScoreInputs`."""
         observed = self.queries.shape[2] if num_rows is None else min(num_rows, self.queries.shape[2])
-        key = ("attention", observed, row_reduction or self.row_reduction, self.group_reduction, value_norm)
+        rows = row_reduction or self.row_reduction
+        key = _attention_key(observed, rows, self.group_reduction, value_norm)
         known = self.stack.remembered(key)
         if known is not None:
             return known
+        if rows == "mean" and not value_norm and observed == self.keys.shape[2]:
+            (sums,) = summed_weights(self.queries, self.keys, self.scale)
+            return self.stack.remember(key, self._reduced(sums) / observed)
         fresh = super().attention_received(row_reduction=row_reduction, num_rows=num_rows, value_norm=value_norm)
         return self.stack.remember(key, fresh)
+
+    def noisy_attention_received(self, noise: Tensor, temperature: float) -> Tensor:
+        """See `ScoreInputs`; leaves what the rows give without noise to the next scorer."""
+        num_tokens = self.keys.shape[2]
+        if temperature != 1.0 or self.queries.shape[2] != num_tokens:
+            return super().noisy_attention_received(noise, temperature)
+        plain, noisy = summed_weights(self.queries, self.keys, self.scale, noise.exp())
+        key = _attention_key(num_tokens, "mean", self.group_reduction, False)
+        self.stack.remember(key, self._reduced(plain) / num_tokens)
+        return self._reduced(noisy)
+
+    def _reduced(self, per_head: Tensor) -> Tensor:
+        """fp32 [S, K, N] of [S, K, G, N]."""
+        return per_head.mean(dim=2) if self.group_reduction == "mean" else per_head.amax(dim=2)
 
     def key_diversity(self) -> Tensor:
         """See `ScoreInputs`."""
@@ -166,3 +185,7 @@ class _StackInputs(ScoreInputs):
         """See `ScoreInputs`."""
         known = self.stack.remembered("kv_diversity")
         return known if known is not None else self.stack.remember("kv_diversity", super().kv_diversity())
+
+
+def _attention_key(num_rows: int, row_reduction: str, group_reduction: str, value_norm: bool) -> Hashable:
+    return "attention", num_rows, row_reduction, group_reduction, value_norm

@@ -21,7 +21,8 @@ from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.plan import LayerPlan
 from hf_sparsekv.scorers import TwoLists
 from hf_sparsekv.scorers.checks import MAX_SCORE
-from hf_sparsekv.select import check_scores, select_kept
+from hf_sparsekv.scorers.keyformer import Keyformer
+from hf_sparsekv.select import check_scores, select_index
 
 Scores = Tensor | TwoLists
 
@@ -64,12 +65,13 @@ class Selections:
         # All at once: each upload would wait for the device.
         budgets = dict(zip(kept, torch.tensor([k.counts for k in kept.values()]).to(device, torch.int32), strict=True))
         windows = [num_rows(configs[name]) or 0 for names in alike.values() for name in names]
-        for names in alike.values():
+        # Keyformer's pass over all rows leaves what H2O asks for, not the other way round.
+        for names in sorted(alike.values(), key=lambda names: configs[names[0]].scorer_object.name != Keyformer.name):
             scores = self._scores(configs[names[0]], max(windows))
             checks.append((_is_good(scores), _Recheck(scores, configs[names[0]].scorer_object.name)))
             for name in names:
                 counts = kept[name].counts
-                index = select_kept(scores, budgets[name], max(counts), None, configs[name]).index
+                index, _, _ = select_index(scores, budgets[name], max(counts), configs[name])
                 kept[name] = KeptTokens(index, counts)
         if checks and not bool(torch.stack([flag for flag, _ in checks]).all()):
             for _, recheck in checks:

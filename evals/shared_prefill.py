@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from evals.forks import KEYWORD, Forks, KeptTokens, forked_attention
+from evals.forks import KEYWORD, Forks, KeptTokens, attention_of_any_shape, forked_attention
 from evals.score_stacks import PromptTensors
 from evals.scoring import ContextScores, Footprint, Score
 from evals.selections import Selections, num_rows
@@ -90,7 +90,7 @@ class SharedPrefill:
         # One more than will come: a prompt that goes on is no decoding, and never ends.
         cache.expect_prompt(len(tokens) + 1)
         ids = torch.tensor([list(tokens)], device=self.model.device)
-        with sparse_attention(self.model), torch.no_grad():
+        with sparse_attention(self.model), attention_of_any_shape(), torch.no_grad():
             logits_1TV = self.model(ids, **{CACHE_KEYWORD: cache}, use_cache=True, logits_to_keep=1).logits
         return ReadPrompt(self, cache, logits_1TV[0, -1])
 
@@ -207,7 +207,7 @@ class ReadPrompt:
         ids = torch.tensor([tree.tokens], device=device).expand(len(kept), -1)
         positions = (self.num_tokens + torch.tensor([tree.depths], device=device)).expand(len(kept), -1)
         keep = torch.tensor(predicting, device=device)
-        with forked_attention(model):
+        with forked_attention(model), attention_of_any_shape():
             output = model(ids, position_ids=positions, use_cache=False, logits_to_keep=keep, **{KEYWORD: forks})
         return cast(Tensor, output.logits)
 

@@ -104,21 +104,13 @@ def kept_raw_scores(scores: Tensor | TwoLists, kept: Kept) -> Tensor:
     return primary.gather(-1, kept.index.clamp_min(0)).masked_fill(kept.index < 0, 0.0)
 
 
-def select_kept(
-    scores: Tensor | TwoLists,
-    budgets: Tensor,
-    capacity: int,
-    positions: Tensor | None,
-    config: SparseKVConfig,
-) -> Kept:
-    """Choose the tokens that stay.
+def select_index(
+    scores: Tensor | TwoLists, budgets: Tensor, capacity: int, config: SparseKVConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The part of `select_kept` that decides, for those who do not decode: arguments as there.
 
-    Args:
-        scores: fp32 [B, K, N], checked.
-        budgets: int32 [B] tokens to keep.
-        capacity: C.
-        positions: int64 [B, K, N] position per candidate, None when candidate j has position j.
-        config: sinks, recent tokens, pooling, scorer and decode mode.
+    Returns:
+        Index and counts as in `Kept`, and the selection's own scores, fp32 [B, K, C].
     """
     primary = scores.primary if isinstance(scores, TwoLists) else scores
     batch, _, num_keys = primary.shape
@@ -138,6 +130,26 @@ def select_kept(
         second.secondary_width if second else 1,
         second.share if second else 1.0,
     )
+    return index, counts, retained
+
+
+def select_kept(
+    scores: Tensor | TwoLists,
+    budgets: Tensor,
+    capacity: int,
+    positions: Tensor | None,
+    config: SparseKVConfig,
+) -> Kept:
+    """Choose the tokens that stay.
+
+    Args:
+        scores: fp32 [B, K, N], checked.
+        budgets: int32 [B] tokens to keep.
+        capacity: C.
+        positions: int64 [B, K, N] position per candidate, None when candidate j has position j.
+        config: sinks, recent tokens, pooling, scorer and decode mode.
+    """
+    index, counts, retained = select_index(scores, budgets, capacity, config)
     kept_positions = index if positions is None else positions.gather(-1, index.clamp_min(0))
     kept_scores = decode_scores(retained, index >= 0, kept_positions, config)
     return Kept(index, counts, kept_scores)

@@ -136,6 +136,30 @@ class ScoreInputs:
         )
         return score
 
+    def noisy_attention_received(self, noise: Tensor, temperature: float) -> Tensor:
+        """fp32 [B, K, N]: sum over all observed rows of softmax((logit + noise) / temperature), reduced over the group.
+
+        Args:
+            noise: fp32 [B, K, N], added to the logits of a key.
+            temperature: divides the noisy logits.
+        """
+        batch, kv_heads, num_keys, dim = self.keys.shape
+        num_rows = min(self.queries.shape[2], num_keys)  # rows before the first key see nothing
+        first_row = self.queries.shape[2] - num_rows
+        groups = self.queries.shape[1] // kv_heads
+        queries = self.queries[:, :, first_row:].reshape(batch, kv_heads, groups, num_rows, dim)
+        keys = self.keys.float().transpose(-1, -2)[:, :, None]
+        key_index = torch.arange(num_keys, device=keys.device)
+        per_head = self.keys.new_zeros((batch, kv_heads, groups, num_keys), dtype=torch.float32)
+        for rows in row_chunks(num_rows, batch * self.queries.shape[1] * num_keys * 4):
+            end = rows.stop + num_keys - num_rows  # later keys are hidden from all of these rows
+            logits = torch.matmul(queries[..., rows, :].float(), keys[..., :end]).mul_(self.scale)
+            position = torch.arange(rows.start, rows.stop, device=keys.device) + num_keys - num_rows
+            is_later = key_index[:end] > position[:, None]
+            logits.add_(noise[:, :, None, None, :end]).div_(temperature).masked_fill_(is_later, float("-inf"))
+            per_head[..., :end] += logits.softmax(dim=-1).sum(dim=-2)
+        return per_head.mean(dim=2) if self.group_reduction == "mean" else per_head.amax(dim=2)
+
     def key_diversity(self) -> Tensor:
         """fp32 [B, K, N]: negative cosine between each key and the mean key direction, in [-1, 1]."""
         lengths, num_keys = self.lengths, self.keys.shape[2]

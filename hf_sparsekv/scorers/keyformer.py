@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_sparsekv.scorers.base import ScoreInputs, Scorer, row_chunks
+from hf_sparsekv.scorers.base import ScoreInputs, Scorer
 from hf_sparsekv.scorers.checks import check_range, check_seed
 from hf_sparsekv.scorers.random import position_noise
 
@@ -43,24 +43,10 @@ class Keyformer(Scorer):
 
     def score(self, inputs: ScoreInputs) -> Tensor:
         """See the class."""
-        batch, kv_heads, num_keys, dim = inputs.keys.shape
-        num_rows = min(inputs.queries.shape[2], num_keys)  # rows before the first key see nothing
-        first_row = inputs.queries.shape[2] - num_rows
-        groups = inputs.queries.shape[1] // kv_heads
-        queries = inputs.queries[:, :, first_row:].reshape(batch, kv_heads, groups, num_rows, dim)
+        batch, kv_heads, num_keys, _ = inputs.keys.shape
         num_seen = max(inputs.num_seen, num_keys)
         uniform = position_noise(self.seed, inputs.layer_idx, kv_heads, num_seen, inputs.heads)
         gumbel = -torch.log(-torch.log(uniform.clamp(1e-6, 1 - 1e-6))).to(inputs.keys.device).expand(batch, -1, -1)
-        noise = gumbel.gather(-1, inputs.key_positions())[:, :, None, None]
-        keys = inputs.keys.float().transpose(-1, -2)[:, :, None]
-        key_index = torch.arange(num_keys, device=inputs.keys.device)
-        per_head = inputs.keys.new_zeros((batch, kv_heads, groups, num_keys), dtype=torch.float32)
-        for rows in row_chunks(num_rows, batch * inputs.queries.shape[1] * num_keys * 4):
-            end = rows.stop + num_keys - num_rows  # later keys are hidden from all of these rows
-            logits = torch.matmul(queries[..., rows, :].float(), keys[..., :end]).mul_(inputs.scale)
-            position = torch.arange(rows.start, rows.stop, device=keys.device) + num_keys - num_rows
-            is_later = key_index[:end] > position[:, None]
-            logits.add_(noise[..., :end]).div_(self.temperature).masked_fill_(is_later, float("-inf"))
-            per_head[..., :end] += logits.softmax(dim=-1).sum(dim=-2)
-        total = per_head.mean(dim=2) if inputs.group_reduction == "mean" else per_head.amax(dim=2)
+        noise = gumbel.gather(-1, inputs.key_positions())
+        total = inputs.noisy_attention_received(noise, self.temperature)
         return total if inputs.carried is None else total + inputs.carried

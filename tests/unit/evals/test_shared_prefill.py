@@ -50,6 +50,13 @@ def configurations():
     made["long window"] = skv.SparseKVConfig(budget=50, num_full_layers=0, num_recent_tokens=40, observation_window=40)
     norm = {"scorer_options": {"value_norm": True}, "group_reduction": "max", "pooling": "max"}
     made["norm"] = skv.SparseKVConfig(budget=20, num_full_layers=0, **norm, **SMALL)
+    for name, options in {
+        "h2o": {},
+        "keyformer": {},
+        "keyformer warm": {"scorer_options": {"temperature": 2.0}},
+    }.items():
+        options = {"scorer": name.split()[0], "group_reduction": "max", "num_full_layers": 0} | options
+        made[f"{name} max"] = skv.SparseKVConfig(budget=20, **options, **SMALL)
     made["grow"] = skv.SparseKVConfig(budget=20, num_full_layers=0, decode="grow", **SMALL)
     return made
 
@@ -140,6 +147,7 @@ def test_passes_and_groups_change_nothing(monkeypatch):
     whole = SharedPrefill(model, configs).read(DOCUMENT).score(ASKED, CONTINUATIONS)
     monkeypatch.setattr("evals.forks.GROUP_BYTES", 1)
     monkeypatch.setattr("evals.score_stacks.STACK_BYTES", 1)
+    monkeypatch.setattr("evals.all_rows.CHUNK_BYTES", 50_000)  # eight rows of the many, and fewer at the end
     pieces = SharedPrefill(model, configs, pass_bytes=1).read(DOCUMENT).score(ASKED, CONTINUATIONS)
     for name in configs:
         assert_same_scores(pieces[name], whole[name])
