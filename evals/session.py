@@ -19,11 +19,12 @@ from evals.run_tasks import parse_config
 from evals.tasks.catalog import HUB_TASKS, TASKS
 from evals.tasks.summary import DENSE
 from hf_sparsekv.cli.eval_options import LM_EVAL, OFFLINE, SUITES
-from hf_sparsekv.cli.loading import ModelSource, load_weights, open_model
+from hf_sparsekv.cli.loading import ModelSource, check_backend, load_weights, open_model
 from hf_sparsekv.cli.options import read_text
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.hf.models import model_shape
+from hf_sparsekv.ops.prefill_choice import using
 from hf_sparsekv.plan import LayerPlan
 
 FORMAT = 1
@@ -54,6 +55,8 @@ class EvalRequest:
     batch_size: int
     include_path: Path | None
     out: Path
+    backend: str | None = None
+    """What reads prompts into sparse caches; see `hf_sparsekv.SparseKVCache`."""
 
     def by_suite(self) -> dict[str, list[str]]:
         """The tasks' names by suite.
@@ -84,11 +87,16 @@ class Prepared:
 
         Returns:
             JSON-able: `kind`, `format`, `date`, `suites` (what made the figures, by suite) and `rows`.
+        Raises:
+            ConfigError: a backend that cannot read prompts here.
         """
+        backend = self.request.backend
+        check_backend(backend, self.source.config, dtype=dtype, device=device, is_whole=False)
         model = load_weights(self.source, dtype=dtype, device=device, console=console)
         suites, rows = {}, []
         for name, suite in self.suites.items():
-            found = suite.run(model, self.methods, lines_of(self.request.out, name), model_name=self.model_name)
+            with using(backend):
+                found = suite.run(model, self.methods, lines_of(self.request.out, name), model_name=self.model_name)
             rows += found.pop("rows")
             suites[name] = found
         return {"kind": "eval", "format": FORMAT, "date": date.today().isoformat(), "suites": suites, "rows": rows}

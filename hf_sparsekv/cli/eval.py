@@ -40,6 +40,7 @@ from hf_sparsekv.cli.eval_options import (
 from hf_sparsekv.cli.interrupt import Terminated, importing
 from hf_sparsekv.cli.options import (
     DEFAULT_MODEL,
+    BackendOption,
     BudgetOption,
     DeviceOption,
     DtypeOption,
@@ -84,6 +85,7 @@ def eval(
     json_file: JsonOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    backend: BackendOption = None,
     trust_remote_code: TrustRemoteCodeOption = False,
 ) -> None:
     """Measure what a model loses with a sparse cache, on offline tasks or lm-eval's, paired with the dense one.
@@ -111,13 +113,12 @@ def eval(
         batch_size=batch_size,
         include_path=include_path,
         out=out,
+        backend=backend,
     )
     with _saying_what_stays(out, console):
         prepared = session.prepare(request, model, trust_remote_code=trust_remote_code, console=console)
         report = prepared.run(dtype=dtype, device=device, console=console)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report | {"command": sys.argv[1:]}, indent=2) + "\n", encoding="utf-8")
-    _print_tables(report)
+    _show(report, json_file)
 
 
 @contextmanager
@@ -145,7 +146,10 @@ def evals_module(name: str) -> ModuleType:
     raise InputError(f"the evaluation's files are not beside {PACKAGE_FOLDER}: install hf-sparsekv again")
 
 
-def _print_tables(report: dict[str, Any]) -> None:
+def _show(report: dict[str, Any], json_file: Path | None) -> None:
+    """Write the summary where it was asked for, and print the tables."""
+    if json_file is not None:
+        json_file.write_text(json.dumps(report | {"command": sys.argv[1:]}, indent=2) + "\n", encoding="utf-8")
     row_text = evals_module("row_text")
     stdout = Console()
     console = stdout if stdout.is_terminal else Console(width=PIPE_WIDTH)

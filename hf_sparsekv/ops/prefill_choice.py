@@ -70,7 +70,7 @@ def check_known(name: str) -> str:
         ConfigError: it is not; what there is on this machine, and why not the others.
     """
     if not isinstance(name, str) or name not in {backend.name for backend in BACKENDS}:
-        raise ConfigError(f"{_wish(name)}: no such backend; {_choices(obstacles())}")
+        raise ConfigError(f"{_wish(name)}: no such backend; name {_choices(obstacles())}")
     return name
 
 
@@ -83,8 +83,8 @@ def check_usable(name: str, problem: Problem) -> Backend:
     check_known(name)
     backend = next(backend for backend in BACKENDS if backend.name == name)
     if (refusal := backend.refusal(problem)) is not None:
-        others = _choices({other.name: other.refusal(problem) for other in BACKENDS})
-        raise ConfigError(f"{_wish(name)}: {name} {refusal}; leave it out, or take another: {others}")
+        others = _choices({other.name: other.refusal(problem) for other in BACKENDS if other.name != name})
+        raise ConfigError(f"{_wish(name)}: {name} {refusal}; leave it out, or name {others}")
     return backend
 
 
@@ -142,6 +142,9 @@ def _wish(name: object) -> str:
 
 def _choices(reasons: dict[str, str | None]) -> str:
     """Who can, and why not the others."""
-    able = ", ".join(name for name, reason in reasons.items() if reason is None)
-    unable = "; ".join(f"{name} {reason}" for name, reason in reasons.items() if reason is not None)
-    return f"one of: {able}" + (f" (not: {unable})" if unable else "")
+    names: dict[str | None, list[str]] = {None: []}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    able = ", ".join(names.pop(None))
+    unable = "; ".join(f"{', '.join(of_reason)}: {reason}" for reason, of_reason in names.items())
+    return f"one of: {able}" + (f" (not {unable})" if unable else "")

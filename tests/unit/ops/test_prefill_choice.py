@@ -134,7 +134,10 @@ def test_the_environment_names_a_backend(monkeypatch):
         (
             "flash_attn_3",
             {},
-            ["flash_attn_3 not installed", "one of: cudnn, torch_flash, sdpa, eager, reference (not: "],
+            [
+                "flash_attn_3 not installed",
+                "one of: cudnn, torch_flash, sdpa, eager, reference (not flash_attn_2, flashinfer: not installed",
+            ],
         ),
         ("cudnn", {"is_whole": False}, ["whole prompts only", "one of: torch_flash, sdpa, eager, reference"]),
         ("cudnn", {"is_causal": False}, ["causal attention only"]),

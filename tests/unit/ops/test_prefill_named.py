@@ -117,7 +117,7 @@ def test_masks_and_empty_requests_are_the_definitions(name):
 def test_an_unknown_name_tells_what_there_is_and_why_not_the_others():
     with pytest.raises(ConfigError) as raised:
         check_known("flash")
-    words = ["backend 'flash'", "no such backend", f"one of: {', '.join(ON_CPU)}", "flash_attn_3 ", "; flashinfer "]
+    words = ["backend 'flash'", "no such backend", f"one of: {', '.join(ON_CPU)}", "flash_attn_3", "flashinfer: "]
     assert all(word in str(raised.value) for word in words), raised.value
     with pytest.raises(ConfigError, match="no such backend"), using("flash"):
         pass
