@@ -16,6 +16,7 @@ from torch import Tensor
 from evals.all_rows import summed_weights
 from hf_sparsekv import ops
 from hf_sparsekv.config import SparseKVConfig
+from hf_sparsekv.ops.prefill_choice import gives_lse
 from hf_sparsekv.scorers import ScoreInputs, TwoLists
 from hf_sparsekv.select import check_score_shapes
 
@@ -110,7 +111,9 @@ class Stack:
     def _lse(self, num_rows: int) -> Tensor:
         num_layers, _, num_keys, _ = self.keys.shape
         queries, scale = self.queries[:, :, self.queries.shape[2] - num_rows :], self._prompt.scale
-        if num_rows == num_keys:  # then the backends of attention are faster, though they also read the values
+        if (
+            num_rows == num_keys and gives_lse()
+        ):  # then the backends of attention are faster, though they also read the values
             return ops.attention(queries, self.keys, self.values, scale, None, True)[1]
         lengths = torch.full((num_layers,), num_keys, dtype=torch.int32, device=queries.device)
         return ops.window_lse(queries, self.keys, lengths, scale, num_keys)

@@ -19,12 +19,13 @@ from evals.run_tasks import parse_config
 from evals.tasks.catalog import HUB_TASKS, TASKS
 from evals.tasks.summary import DENSE
 from hf_sparsekv.cli.eval_options import LM_EVAL, OFFLINE, SUITES
-from hf_sparsekv.cli.loading import ModelSource, open_model
+from hf_sparsekv.cli.loading import ModelSource, check_backend, open_model
 from hf_sparsekv.cli.options import read_text
 from hf_sparsekv.cli.replica import load_replica
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.hf.models import model_shape
+from hf_sparsekv.ops.prefill_choice import using
 from hf_sparsekv.parallel.place import Place
 from hf_sparsekv.plan import LayerPlan
 
@@ -56,6 +57,8 @@ class EvalRequest:
     batch_size: int
     include_path: Path | None
     out: Path
+    backend: str | None = None
+    """What reads prompts into sparse caches; see `hf_sparsekv.SparseKVCache`."""
 
     def by_suite(self) -> dict[str, list[str]]:
         """The tasks' names by suite.
@@ -89,14 +92,19 @@ class Prepared:
         Returns:
             JSON-able: `kind`, `format`, `date`, `suites` (what made the figures, by suite) and `rows`; None in a
             process that does not lead.
+        Raises:
+            ConfigError: a backend that cannot read prompts here.
         """
+        backend = self.request.backend
+        check_backend(backend, self.source.config, dtype=dtype, device=device, is_whole=False)
         model = load_replica(
             place, self.source, dtype=dtype, device=device, replicas_per_gpu=replicas_per_gpu, console=console
         )
         suites, rows = {}, []
         for name, suite in self.suites.items():
             lines = lines_of(self.request.out, name)
-            found = suite.run(model, self.methods, lines, model_name=self.model_name, place=place)
+            with using(backend):
+                found = suite.run(model, self.methods, lines, model_name=self.model_name, place=place)
             if found is None:
                 return None
             rows += found.pop("rows")

@@ -21,6 +21,7 @@ from hf_sparsekv.hf.models import check_model, text_config
 from hf_sparsekv.hf.shared_choice import shared_choice
 from hf_sparsekv.hf.switch import sparse_attention
 from hf_sparsekv.model_inputs import model_inputs
+from hf_sparsekv.ops.prefill_choice import check_prompts
 from hf_sparsekv.scorers.checks import check_int
 
 _NEEDS_CROP = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
@@ -61,6 +62,7 @@ def generate(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     cache: SparseKVCache | None = None,
+    backend: str | None = None,
     cuda_graphs: bool | None = None,
     compile: bool = False,
     **options: Any,
@@ -75,6 +77,7 @@ def generate(
         config: the method's options; defaults if None.
         tokenizer: turns text into ids and the result into text.
         cache: the cache of an earlier turn, in place of `config`; `inputs` then hold the whole conversation.
+        backend: what reads the prompt, by its name in `hf-sparsekv doctor`; see `SparseKVCache`, which has its own.
         cuda_graphs: replay decode steps as CUDA graphs; None = on a GPU where that is possible, pays, and something is
             to be evicted. Sampling draws the same random numbers either way.
         compile: let the CUDA graph hold decoder layers that torch.compile has compiled, which takes some tens of
@@ -83,17 +86,18 @@ def generate(
             whatever a generation configuration says.
     Raises:
         InputError: no prompt, a mask that does not fit it, or one too long for the model.
-        ConfigError: options that contradict a sparse cache.
+        ConfigError: options that contradict a sparse cache, or a backend that cannot read prompts here.
         ModelError: not a model, or the model has a feature that a sparse cache does not support.
     """
-    _check_arguments(model, tokenizer, cache, config)
+    _check_arguments(model, tokenizer, cache, config, backend)
     wish = GraphWish(cuda_graphs, compile)
     options = _checked_options(model, options)
     inputs = _with_mask(inputs, options)
     batch = model_inputs(inputs, tokenizer, text_config(model.config).vocab_size)
     batch = {name: value.to(model.device) for name, value in batch.items()}
     with shared_choice(model, batch, options) as (batch, options):
-        cache = SparseKVCache(model.config, config) if cache is None else cache
+        if cache is None:
+            cache = SparseKVCache(model.config, config, backend=backend)
         return _generate(model, batch, tokenizer, cache, options, wish)
 
 
@@ -123,6 +127,8 @@ def _generate(
                 f"a later turn has {num_new} new tokens, more than prefill_chunk_tokens={chunk}: this transformers "
                 "cannot cut it; give a larger prefill_chunk_tokens, or take transformers 5.24"
             )
+    is_whole = cache.get_seq_length() == 0 and _in_force("prefill_chunk_size", model, options) is None
+    check_prompts(cache.named_backend, model.device, model.dtype, cache.shape.head_dim, is_whole=is_whole)
     no_graphs = _why_no_graphs(model, batch, cache, options, wish)
     batch = _padded_on_the_left(batch, int(cache.get_seq_length()))
     cache.expect_prompt(prompt_length - int(cache.get_seq_length()))
@@ -188,12 +194,14 @@ def _padded_on_the_left(batch: dict[str, Tensor], start: int) -> dict[str, Tenso
     return {name: t.gather(1, order) if t.shape == ids.shape else t for name, t in batch.items()}
 
 
-def _check_arguments(model: object, tokenizer: object, cache: object, config: object) -> None:
+def _check_arguments(model: object, tokenizer: object, cache: object, config: object, backend: object) -> None:
     check_model(model)
     if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "batch_decode")):
         raise InputError(f"tokenizer must be a tokenizer of transformers: got {shown(tokenizer)}")
     if cache is not None and config is not None:
         raise ConfigError("give config= for a new cache or cache= to go on with one, not both")
+    if cache is not None and backend is not None:
+        raise ConfigError("backend= is for a new cache; give it to the SparseKVCache that is passed as cache=")
     if cache is not None and not isinstance(cache, SparseKVCache):
         raise ConfigError(f"cache must be a SparseKVCache, such as GenerateOutput.cache: got {type(cache).__name__}")
 

@@ -16,6 +16,7 @@ from hf_sparsekv.cache.pages import PagePool
 from hf_sparsekv.cache.rows import LayerPlace, RowState
 from hf_sparsekv.cache.tail import QueryTail
 from hf_sparsekv.cache.upload import to_device
+from hf_sparsekv.ops.prefill_choice import gives_lse
 from hf_sparsekv.scorers import ScoreInputs, TwoLists
 from hf_sparsekv.scorers.base import ALL_HEADS, HeadShard
 from hf_sparsekv.scorers.checks import MAX_SCORE
@@ -214,11 +215,13 @@ class PackedStep:
             longest = max(chunk.length for chunk in run.chunks)
             bounds = (run.cu_seqlens, run.cu_seqlens, longest, longest)
             output[at], lse = ops.attention_varlen(q[at], k[at], v[at], *bounds, scale, True)
+            has_lse = gives_lse()
             for chunk in run.chunks:
                 own = slice(chunk.offset, chunk.offset + chunk.length)
                 keys, values = (t[own].transpose(0, 1)[None] for t in (k, v))
                 start = chunk.offset - first.offset
-                self._score(chunk, layer_idx, q[own], keys, values, lse[None, :, start : start + chunk.length], scale)
+                own_lse = lse[None, :, start : start + chunk.length] if has_lse else None
+                self._score(chunk, layer_idx, q[own], keys, values, own_lse, scale)
         for chunk in self.chunks:
             if chunk.start == 0:
                 continue

@@ -46,8 +46,9 @@ from hf_sparsekv.cli.bench_options import (
 )
 from hf_sparsekv.cli.bench_table import concurrency_text, runs_table, sides_table
 from hf_sparsekv.cli.engine_options import MaxBatchTokensOption, MaxNumSeqsOption
-from hf_sparsekv.cli.loading import load_weights, open_model, pick_device, pick_dtype
+from hf_sparsekv.cli.loading import check_backend, load_weights, open_model, pick_device, pick_dtype
 from hf_sparsekv.cli.options import (
+    BackendOption,
     BudgetOption,
     ConfigOption,
     FullLayersOption,
@@ -85,6 +86,7 @@ def bench(
     no_prefix_caching: NoPrefixCachingOption = False,
     no_compile: NoCompileOption = False,
     no_cuda_graphs: NoCudaGraphsOption = False,
+    backend: BackendOption = None,
     config: ConfigOption = None,
     preset: PresetOption = None,
     budget: BudgetOption = None,
@@ -104,7 +106,7 @@ def bench(
     Exit code 1 when a case or a request failed.
     """
     console = Console(stderr=True)
-    options = engine_config(memory_fraction, max_batch_tokens, max_num_seqs, no_compile, no_cuda_graphs)
+    options = engine_config(memory_fraction, max_batch_tokens, max_num_seqs, backend, no_compile, no_cuda_graphs)
     settings = [*([] if prefill is None else [f"prefill={prefill}"]), *(set_ or [])]
     plan = BenchPlan(
         input_len=input_len,
@@ -124,8 +126,7 @@ def bench(
     check_writable(json_file)
     source = _ModelSource(model, dummy_weights or model in SHAPES, trust_remote_code)
     network, facts = source.make(plan, dtype, device, console)
-    report = _run(network, plan, facts, json_file, console)
-    _raise_failures(report["runs"])
+    _raise_failures(_run(network, plan, facts, json_file, console)["runs"])
 
 
 @dataclass(frozen=True)
@@ -145,12 +146,12 @@ class _ModelSource:
         plan.check_device(where)
         if not self.is_dummy:
             source = open_model(self.name, trust_remote_code=self.trust_remote_code, console=console)
-            plan.check_model(source.config)
+            self._check(plan, source.config, dtype, device)
             begin = time.perf_counter()
             network = load_weights(source, dtype=dtype, device=device, console=console)
         else:
             config = shape_config(self.name) if self.name in SHAPES else self._stored_config()
-            plan.check_model(config)
+            self._check(plan, config, dtype, device)
             begin = time.perf_counter()
             with console.status("making random weights"):
                 network = dummy_model(config, dtype=kind, device=where, seed=plan.seed)
@@ -158,6 +159,11 @@ class _ModelSource:
                     torch.cuda.synchronize(where)
         seconds = time.perf_counter() - begin
         return network, {"name": self.name, "weights": "dummy" if self.is_dummy else "loaded", "made_in_s": seconds}
+
+    @staticmethod
+    def _check(plan: BenchPlan, config: PreTrainedConfig, dtype: str, device: str) -> None:
+        plan.check_model(config)
+        check_backend(plan.engine.backend, config, dtype=dtype, device=device, is_whole=False)
 
     def _stored_config(self) -> PreTrainedConfig:
         path = resolve_model(self.name, allow_fetch=True).path_or_id

@@ -109,7 +109,12 @@ JsonOption = Annotated[
 
 
 def engine_config(
-    memory_fraction: float, max_batch_tokens: int, max_num_seqs: int, no_compile: bool, no_cuda_graphs: bool
+    memory_fraction: float,
+    max_batch_tokens: int,
+    max_num_seqs: int,
+    backend: str | None,
+    no_compile: bool,
+    no_cuda_graphs: bool,
 ) -> EngineConfig:
     """The engine's options; memory and length are set for each case.
 
@@ -122,6 +127,7 @@ def engine_config(
         max_num_seqs=max_num_seqs,
         compile=False if no_compile else None,
         cuda_graphs=False if no_cuda_graphs else None,
+        backend=backend,
     )
 
 

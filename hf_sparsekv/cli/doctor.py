@@ -24,11 +24,11 @@ from hf_sparsekv.models_store import builtin_path, is_fetched
 from hf_sparsekv.ops import debug
 from hf_sparsekv.ops.kernels import KERNELS, LIBRARY_VARIABLE, OFF, find_library, load
 from hf_sparsekv.ops.library import SCHEMAS
-from hf_sparsekv.ops.prefill import BACKEND_VARIABLE, PREFILL, choose
-from hf_sparsekv.ops.prefill_table import BACKENDS, Backend, Problem, dtype_names
+from hf_sparsekv.ops.prefill import PREFILL
+from hf_sparsekv.ops.prefill_choice import BACKEND_VARIABLE, choose, obstacles, prompt_problem
+from hf_sparsekv.ops.prefill_table import BACKENDS, Backend
 
-_OPTIONAL = ("flash-attn", "flash_attn_3", "accelerate", "lm-eval", "triton")
-_NO_GPU = "no GPU that torch sees"
+_OPTIONAL = ("flash-attn", "flash_attn_3", "flashinfer-python", "accelerate", "lm-eval", "triton")
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -59,7 +59,7 @@ def machine_facts() -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     devices = ["cpu", *(["cuda"] if gpus else [])]
     ops = [op for op in SCHEMAS if op not in PREFILL]
-    kernels = _find_kernels()
+    kernels, unusable = _find_kernels(), obstacles()
     return {
         "software": {
             "hf_sparsekv": __version__,
@@ -82,7 +82,7 @@ def machine_facts() -> dict[str, Any]:
         },
         "attention": {
             BACKEND_VARIABLE: os.environ.get(BACKEND_VARIABLE) or "not set",
-            "backends": {backend.name: _backend_facts(backend) for backend in BACKENDS},
+            "backends": {backend.name: _backend_facts(backend, unusable[backend.name]) for backend in BACKENDS},
             "chosen": {device: _chosen(device) for device in devices},
         },
         "ops": {device: {op: _implementation(op, device, kernels) for op in ops} for device in devices},
@@ -92,10 +92,10 @@ def machine_facts() -> dict[str, Any]:
 
 def _print_attention(console: Console, facts: dict[str, Any]) -> None:
     table = Table(title="prefill attention: the first that can", title_justify="left")
-    columns = ("here", "status", "dtypes", "head dims", "packed", "past")
+    columns = ("here", "status", "lse", "dtypes", "head dims", "past")
     table.add_column("backend", no_wrap=True)
     for column in columns:
-        table.add_column(column, min_width=13 if column == "here" else None)
+        table.add_column(column, min_width=9 if column == "here" else None)
     for name, backend in facts["backends"].items():
         table.add_row(name, *[backend[column] for column in columns])
     console.print(table)
@@ -105,34 +105,28 @@ def _print_attention(console: Console, facts: dict[str, Any]) -> None:
     console.print(f"{BACKEND_VARIABLE}: {facts[BACKEND_VARIABLE]}", highlight=False, markup=False)
 
 
-def _backend_facts(backend: Backend) -> dict[str, Any]:
+def _backend_facts(backend: Backend, obstacle: str | None) -> dict[str, Any]:
     """One row of the table of prefill backends, and whether it can be had here."""
-    dims = backend.head_dims
     return {
         "title": backend.title,
-        "here": _obstacle(backend) or "yes",
+        "package": backend.package,
+        "here": obstacle or ("yes, by name" if backend.is_on_request else "yes"),
         "status": backend.status,
-        "dtypes": "any" if backend.dtypes is None else dtype_names(backend.dtypes),
-        "head dims": "any" if dims is None else f"{dims[0]}-{dims[-1]} by {dims.step}",
+        "lse": backend.lse_text,
+        "dtypes": backend.dtypes_text,
+        "head dims": backend.dims_text,
         "packed": "yes" if backend.is_varlen else "one by one",
         "past": "yes" if backend.allows_past else "no",
     }
 
 
-def _obstacle(backend: Backend) -> str | None:
-    """Why this machine cannot run the backend on the friendliest problem, or None."""
-    device = backend.device or "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        return backend.missing() or _NO_GPU
-    return backend.refusal(_problem(device, is_whole=True, has_mask=False))
-
-
 def _chosen(device: str) -> dict[str, str]:
     """Who takes what a model asks for, in the dtype that models run in on this device."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     cases = {
-        "whole prompts": _problem(device, is_whole=True, has_mask=False),
-        "prompts after a past": _problem(device, is_whole=False, has_mask=False),
-        "with a mask": _problem(device, is_whole=False, has_mask=True),
+        "whole prompts": prompt_problem(device, dtype, 128),
+        "prompts after a past": prompt_problem(device, dtype, 128, is_whole=False),
+        "with a mask": prompt_problem(device, dtype, 128, is_whole=False, has_mask=True),
     }
     chosen = {}
     for case, problem in cases.items():
@@ -141,21 +135,6 @@ def _chosen(device: str) -> dict[str, str]:
         except ConfigError as error:  # what the environment asks for cannot be had: that is what a doctor is for
             chosen[case] = str(error)
     return chosen
-
-
-def _problem(device: str, *, is_whole: bool, has_mask: bool) -> Problem:
-    """A causal prompt with head dimension 128."""
-    is_gpu = device == "cuda"
-    return Problem(
-        device=device,
-        compute_capability=torch.cuda.get_device_capability()[0] if is_gpu else None,
-        dtype=torch.bfloat16 if is_gpu else torch.float32,
-        head_dim=128,
-        is_causal=True,
-        is_whole=is_whole,
-        has_mask=has_mask,
-        is_empty=False,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,7 +81,13 @@ def parse_size(option: str, text: str) -> int:
 
 
 def build_engine_config(
-    kv_memory: str | None, max_num_seqs: int, max_batch_tokens: int, max_model_len: int | None, *, use_compile: bool
+    kv_memory: str | None,
+    max_num_seqs: int,
+    max_batch_tokens: int,
+    max_model_len: int | None,
+    backend: str | None,
+    *,
+    use_compile: bool,
 ) -> EngineConfig:
     """The engine's configuration.
 
@@ -94,6 +100,7 @@ def build_engine_config(
         max_batch_tokens=max_batch_tokens,
         max_model_len=max_model_len,
         compile=None if use_compile else False,
+        backend=backend,
     )
 
 

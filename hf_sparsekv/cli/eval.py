@@ -40,6 +40,7 @@ from hf_sparsekv.cli.eval_options import (
 from hf_sparsekv.cli.interrupt import Terminated, importing
 from hf_sparsekv.cli.options import (
     DEFAULT_MODEL,
+    BackendOption,
     BudgetOption,
     DeviceOption,
     DtypeOption,
@@ -86,6 +87,7 @@ def eval(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     replicas_per_gpu: ReplicasPerGpuOption = 1,
+    backend: BackendOption = None,
     trust_remote_code: TrustRemoteCodeOption = False,
 ) -> None:
     """Measure what a model loses with a sparse cache, on offline tasks or lm-eval's, paired with the dense one.
@@ -112,11 +114,12 @@ def eval(
         batch_size=batch_size,
         include_path=include_path,
         out=out,
+        backend=backend,
     )
     loading = {"dtype": dtype, "device": device, "replicas_per_gpu": replicas_per_gpu}
     report = _measured(session, request, model, loading, trust_remote_code=trust_remote_code)
     if report is not None:
-        _write(report, json_file)
+        _show(report, json_file)
 
 
 def _measured(
@@ -131,12 +134,6 @@ def _measured(
         )
         report: dict[str, Any] | None = prepared.run(**loading, place=place, console=console)
     return report
-
-
-def _write(report: dict[str, Any], json_file: Path | None) -> None:
-    if json_file is not None:
-        json_file.write_text(json.dumps(report | {"command": sys.argv[1:]}, indent=2) + "\n", encoding="utf-8")
-    _print_tables(report)
 
 
 @contextmanager
@@ -164,7 +161,10 @@ def evals_module(name: str) -> ModuleType:
     raise InputError(f"the evaluation's files are not beside {PACKAGE_FOLDER}: install hf-sparsekv again")
 
 
-def _print_tables(report: dict[str, Any]) -> None:
+def _show(report: dict[str, Any], json_file: Path | None) -> None:
+    """Write the summary where it was asked for, and print the tables."""
+    if json_file is not None:
+        json_file.write_text(json.dumps(report | {"command": sys.argv[1:]}, indent=2) + "\n", encoding="utf-8")
     row_text = evals_module("row_text")
     stdout = Console()
     console = stdout if stdout.is_terminal else Console(width=PIPE_WIDTH)

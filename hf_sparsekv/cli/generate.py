@@ -13,6 +13,7 @@ from rich.console import Console
 from hf_sparsekv.cli.interrupt import importing
 from hf_sparsekv.cli.options import (
     DEFAULT_MODEL,
+    BackendOption,
     BudgetOption,
     ConfigOption,
     DeviceOption,
@@ -62,12 +63,13 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text.")] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    backend: BackendOption = None,
     trust_remote_code: TrustRemoteCodeOption = False,
 ) -> None:
     """Generate text with a sparse KV cache: stream it, then report what the cache held."""
     check_temperature(temperature)
     with importing():
-        from hf_sparsekv.cli.loading import load_weights, open_model
+        from hf_sparsekv.cli.loading import check_backend, load_weights, open_model
         from hf_sparsekv.cli.session import answer_each, comparison_table, encode_prompt, report_lines
         from hf_sparsekv.hf.models import model_shape
         from hf_sparsekv.plan import LayerPlan
@@ -79,9 +81,10 @@ def generate(
     ids = encode_prompt(source.tokenizer, prompt, document, use_chat=chat)
     LayerPlan.build(method, model_shape(source.config))
     check_fits(source.config, ids.shape[1], max_new_tokens)
+    check_backend(backend, source.config, dtype=dtype, device=device, is_whole=method.chunk_tokens is None)
     network = load_weights(source, dtype=dtype, device=device, console=console)
     options = generation_options(source.tokenizer.pad_token_id, network, max_new_tokens, temperature)
-    options |= {"seed": seed, "with_dense": compare, "is_silent": as_json or compare}
+    options |= {"backend": backend, "seed": seed, "with_dense": compare, "is_silent": as_json or compare}
     answers = answer_each(network, source.tokenizer, ids, method, console, **options)
     if as_json:
         runs = [answer.as_dict() for answer in answers]

@@ -22,7 +22,9 @@ from transformers.utils import logging as transformers_logging
 
 from hf_sparsekv.cli.progress import status
 from hf_sparsekv.errors import ConfigError, InputError
+from hf_sparsekv.hf.models import model_shape
 from hf_sparsekv.models_store import BUILTIN_ALIAS, resolve_model
+from hf_sparsekv.ops.prefill_choice import check_prompts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -103,6 +105,22 @@ def load_weights(source: ModelSource, *, dtype: str, device: str, console: Conso
         except (OSError, ValueError) as error:
             raise InputError(f"cannot load {source.path_or_id}: {_first_line(error)}") from error
         return model.to(where).eval()  # type: ignore[no-any-return, arg-type]
+
+
+def check_backend(name: str | None, config: PreTrainedConfig, *, dtype: str, device: str, is_whole: bool) -> None:
+    """Refuse a backend that cannot read a model's prompts, before its weights are loaded.
+
+    Args:
+        name: what the user named; None = what the environment names, if anything.
+        config: the model's.
+        dtype, device: by name.
+        is_whole: every prompt is read at once, into an empty cache.
+    Raises:
+        ConfigError: why it cannot, who can, and why not the others.
+        ModelError: the model has a feature that a sparse cache does not support.
+    """
+    where = pick_device(device)
+    check_prompts(name, where, pick_dtype(dtype, where), model_shape(config).head_dim, is_whole=is_whole)
 
 
 def pick_device(name: str) -> str:

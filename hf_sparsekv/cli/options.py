@@ -66,6 +66,12 @@ SetOption = Annotated[
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="float32, bfloat16, float16, or auto: bfloat16 on a GPU, float32 on a CPU.")
 ]
+BackendOption = Annotated[
+    str | None,
+    typer.Option(
+        "--backend", help="What reads prompts: a name from `hf-sparsekv doctor`. Default: the first there that can."
+    ),
+]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 ReplicasPerGpuOption = Annotated[
     int,

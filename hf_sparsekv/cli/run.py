@@ -32,9 +32,17 @@ from hf_sparsekv.cli.engine_options import (
     sampling_fields,
 )
 from hf_sparsekv.cli.interrupt import EXIT_BASE
-from hf_sparsekv.cli.loading import ModelSource, dtype_name, open_model, pick_device, pick_dtype
+from hf_sparsekv.cli.loading import (
+    ModelSource,
+    check_backend,
+    dtype_name,
+    open_model,
+    pick_device,
+    pick_dtype,
+)
 from hf_sparsekv.cli.options import (
     DEFAULT_MODEL,
+    BackendOption,
     BudgetOption,
     ConfigOption,
     DeviceOption,
@@ -97,6 +105,7 @@ def run(
     max_batch_tokens: MaxBatchTokensOption = 8192,
     max_model_len: MaxModelLenOption = None,
     use_compile: CompileOption = True,
+    backend: BackendOption = None,
     max_tokens: MaxTokensOption = 256,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = None,
@@ -116,7 +125,8 @@ def run(
     place = Place.of_environment(tp)
     console = Console(stderr=True, quiet=place.rank > 0)
     method = build_config(config, preset, budget, num_full_layers, full_layers, scorer, set_)
-    options = build_engine_config(kv_memory, max_num_seqs, max_batch_tokens, max_model_len, use_compile=use_compile)
+    sizes = (kv_memory, max_num_seqs, max_batch_tokens, max_model_len)
+    options = build_engine_config(*sizes, backend, use_compile=use_compile)
     defaults = sampling_fields(
         temperature,
         max_tokens=max_tokens,
@@ -215,6 +225,8 @@ class _Task:
         loading = self.loading
         source = open_model(loading.model, trust_remote_code=loading.trust_remote_code, console=self.console)
         LayerPlan.build(self.method, model_shape(source.config))
+        kind = {"dtype": loading.dtype, "device": loading.device}
+        check_backend(self.options.backend, source.config, **kind, is_whole=False)
         return source
 
     def _load(self, source: ModelSource) -> PreTrainedModel:

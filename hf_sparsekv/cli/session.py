@@ -72,11 +72,12 @@ def answer_sparse(
     config: SparseKVConfig,
     console: Console,
     *,
+    backend: str | None,
     is_silent: bool,
     **options: Any,
 ) -> Answer:
     """Answer with the sparse cache."""
-    cache = WatchedSparseKVCache(model.config, config)
+    cache = WatchedSparseKVCache(model.config, config, backend=backend)
     with prefill_bar(cache, f"reading {ids.shape[1]:,} tokens", len(cache.layers), console) as finish:
         streamer = TimedStreamer(tokenizer, on_first=finish, is_silent=is_silent)
         output = sparse_generate(model, ids, cache=cache, tokenizer=tokenizer, streamer=streamer, **options)
@@ -137,15 +138,21 @@ def answer_each(
     seed: int,
     with_dense: bool,
     is_silent: bool,
+    backend: str | None = None,
     **options: Any,
 ) -> list[Answer]:
-    """Answer with the dense cache where asked, then with the sparse one, from the same seed."""
+    """Answer with the dense cache where asked, then with the sparse one, from the same seed.
+
+    `backend` is the sparse one's: the dense cache is read by what the model was loaded with.
+    """
     answers = []
     if with_dense:
         torch.manual_seed(seed)
         answers.append(answer_dense(model, tokenizer, ids, console, is_silent=True, **options))
     torch.manual_seed(seed)
-    answers.append(answer_sparse(model, tokenizer, ids, config, console, is_silent=is_silent, **options))
+    answers.append(
+        answer_sparse(model, tokenizer, ids, config, console, backend=backend, is_silent=is_silent, **options)
+    )
     return answers
 
 

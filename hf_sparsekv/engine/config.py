@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 
 from hf_sparsekv.errors import ConfigError
+from hf_sparsekv.ops.prefill_choice import check_known
 
 _AT_LEAST_ONE = ("block_size", "max_num_seqs", "max_batch_tokens", "prefill_target_tokens")
 
@@ -43,6 +44,9 @@ class EngineConfig:
     """Compile the decoder layers with torch.compile; None = on a GPU only."""
     cuda_graphs: bool | None = None
     """Replay decode steps as CUDA graphs; None = on a GPU only."""
+    backend: str | None = None
+    """What reads prompts, by its name in `hf-sparsekv doctor`; None = what HF_SPARSEKV_ATTENTION names, or the first
+    that can. It has to take rows after a past, as longer prompts and shared prefixes have them."""
 
     def __post_init__(self) -> None:
         """Check every number.
@@ -69,6 +73,8 @@ class EngineConfig:
         for name in ("compile", "cuda_graphs"):
             if getattr(self, name) not in (None, True, False):
                 raise ConfigError(f"{name} must be True, False or None: got {getattr(self, name)!r}")
+        if self.backend is not None:
+            check_known(self.backend)
         if not isinstance(self.prefix_caching, bool):
             raise ConfigError(f"prefix_caching must be True or False: got {self.prefix_caching!r}")
 

@@ -19,6 +19,7 @@ from hf_sparsekv.hf.compile import compile_layers, uncompile_layers
 from hf_sparsekv.hf.models import check_packed, text_config
 from hf_sparsekv.hf.paged import Step, running
 from hf_sparsekv.ops.kernels import decode_obstacle
+from hf_sparsekv.ops.prefill_choice import check_prompts, using
 from hf_sparsekv.plan import ModelShape
 
 
@@ -41,16 +42,19 @@ class Runner:
         self._model, self._shape = model, shape
         self._is_compiled = self._wants_graphs = False
         self._graphs: DecodeGraphs | None = None
+        self._backend: str | None = None
 
     def configure(self, options: EngineConfig) -> None:
         """Decide about graphs and compilation; `close` undoes what this does to the model.
 
         Raises:
-            ConfigError: CUDA graphs were asked for where there can be none.
+            ConfigError: CUDA graphs were asked for where there can be none, or a backend that cannot read prompts here.
             ModelError: requests of one batch would change one another's keys.
         """
         longest = options.max_model_len or text_config(self._model.config).max_position_embeddings
         check_packed(self._model.config, longest)
+        check_prompts(options.backend, self.device, self._model.dtype, self._shape.head_dim, is_whole=False)
+        self._backend = options.backend
         self._wants_graphs = _wants_graphs(self._model, self._shape, options)
         if options.compile or (options.compile is None and self.device.type == "cuda"):
             compile_layers(self._model)
@@ -136,7 +140,7 @@ class Runner:
 
     def forward(self, step: Step, tokens: Tensor, positions: Tensor, logit_index: Tensor | int) -> Tensor:
         """Logits [n, V] of the tokens at `logit_index` (0 = all) for token ids and positions int64 [T]."""
-        with running(step, self._shape.num_layers):
+        with running(step, self._shape.num_layers), using(self._backend):
             output = self._model(
                 input_ids=tokens[None],
                 position_ids=positions[None],

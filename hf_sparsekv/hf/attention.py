@@ -5,20 +5,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from hf_sparsekv import ops
 from hf_sparsekv.attention.forward import attend
 from hf_sparsekv.errors import CacheError, InputError, ModelError
+from hf_sparsekv.hf.dense import dense_attention
 from hf_sparsekv.hf.masks import dense_mask, is_step_mask
 from hf_sparsekv.hf.paged import packed_attention
 from hf_sparsekv.hf.sharding import shard_of_call
+from hf_sparsekv.ops.prefill_choice import using
 
 if TYPE_CHECKING:
     from hf_sparsekv.hf.cache_adapter import CacheLayer
 
-BACKENDS = ("sdpa", "eager")
-"""Dense attention that can run while every token is at hand: transformers' own functions, by their names."""
 LAYER_KEYWORD = "sparsekv_layer"
 """How a cache layer reaches the attention function on transformers >= 5.24: injected into the call's kwargs."""
 LAYER_ATTRIBUTE = "_sparsekv_layer"
@@ -110,24 +109,26 @@ def _attend(
     scale: float,
 ) -> Tensor:
     step = layer.begin(query, attention_mask, scale, getattr(module, "config", None))
-
-    is_plain = layer.state.padding.is_token is None and layer.cache.config.chunk_tokens is not None
+    padding = layer.state.padding
+    is_plain = padding.is_token is None and layer.cache.config.chunk_tokens is not None
 
     def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if is_plain and 1 < query.shape[2] < key.shape[2]:  # a mask of a chunk over a long prompt would be large
             return ops.attention(query, key, value, scale, None, True)[0].transpose(1, 2)
-        return _dense_attention(module, query, key, value, attention_mask, scale, step.backend)
+        is_token = padding.new_tokens(key.shape[2])
+        return dense_attention(module, query, key, value, attention_mask, scale, layer.cache.backend, is_token)
 
-    return attend(
-        layer.state,
-        query,
-        key,
-        value,
-        scale,
-        dense,
-        is_decode=step.is_decode,
-        is_prompt_end=step.is_prompt_end,
-    )
+    with using(layer.cache.named_backend):
+        return attend(
+            layer.state,
+            query,
+            key,
+            value,
+            scale,
+            dense,
+            is_decode=step.is_decode,
+            is_prompt_end=step.is_prompt_end,
+        )
 
 
 def _check_call(module: nn.Module, layer: "CacheLayer", query: Tensor, key: Tensor) -> None:
@@ -140,25 +141,3 @@ def _check_call(module: nn.Module, layer: "CacheLayer", query: Tensor, key: Tens
     if key.shape[1] != cache.shape.num_kv_heads:
         cache.take_shard(*shard_of_call(module, query, key, cache.shape))
     layer.state.check_kind(key)
-
-
-def _dense_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    backend: str,
-) -> Tensor:
-    if backend == "sdpa":
-        built = dense_mask(mask, query, key.shape[2], allow_none=True)
-        output, _ = sdpa_attention_forward(module, query, key, value, built, scaling=scale)
-        return output
-    built = dense_mask(mask, query, key.shape[2], allow_none=False)
-    assert built is not None
-    lowest = torch.finfo(query.dtype).min
-    bias = torch.where(built, torch.tensor(0.0, dtype=query.dtype, device=built.device), lowest)
-    eager_output: Tensor
-    eager_output, _ = eager_attention_forward(module, query, key, value, bias, scaling=scale)
-    return eager_output

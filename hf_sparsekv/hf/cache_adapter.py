@@ -17,10 +17,12 @@ from hf_sparsekv.cache.layer import FullLayer, WindowLayer
 from hf_sparsekv.cache.padding import Padding
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import CacheError, ConfigError, InputError
-from hf_sparsekv.hf.attention import BACKENDS, LAYER_ATTRIBUTE, LAYER_KEYWORD
+from hf_sparsekv.hf.attention import LAYER_ATTRIBUTE, LAYER_KEYWORD
+from hf_sparsekv.hf.dense import DEFAULT
 from hf_sparsekv.hf.models import model_shape, rope_inv_freq, text_config
 from hf_sparsekv.hf.register import ATTENTION_NAME, is_registered
 from hf_sparsekv.hf.report import build_report
+from hf_sparsekv.ops.prefill_choice import check_known, named
 from hf_sparsekv.plan import LayerPlan, ModelShape
 from hf_sparsekv.scorers.base import ALL_HEADS, HeadShard
 
@@ -31,7 +33,6 @@ class ForwardStep:
 
     is_decode: bool
     is_prompt_end: bool
-    backend: str
 
 
 class CacheLayer(CacheLayerMixin):
@@ -136,7 +137,7 @@ class SparseKVCache(Cache):
         model_config: PreTrainedConfig,
         config: SparseKVConfig | None = None,
         *,
-        backend: str = "sdpa",
+        backend: str | None = None,
         prompt_length: int | None = None,
     ) -> None:
         """An empty cache for one model.
@@ -144,7 +145,8 @@ class SparseKVCache(Cache):
         Args:
             model_config: `model.config`.
             config: the method's options; defaults if None.
-            backend: dense attention used while every token is at hand, "sdpa" or "eager".
+            backend: what reads prompts, by its name in `hf-sparsekv doctor`; None = what HF_SPARSEKV_ATTENTION names,
+                or transformers' sdpa while every token is at hand and the first backend that can after that.
             prompt_length: tokens of the coming prompt, padding included, if known.
         Raises:
             ModelError: the model has a feature that a sparse cache does not support.
@@ -153,9 +155,8 @@ class SparseKVCache(Cache):
         self.config = SparseKVConfig() if config is None else config
         if not isinstance(self.config, SparseKVConfig):
             raise ConfigError(f"config must be a SparseKVConfig, got {type(config).__name__}")
-        if backend not in BACKENDS:
-            raise ConfigError(f"unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}")
-        self.backend = backend
+        self.named_backend = named() if backend is None else check_known(backend)
+        self.backend = self.named_backend or DEFAULT
         self.model_config = text_config(model_config)
         self._live_config: PreTrainedConfig | None = None
         """What the model's attention modules read, known from the first forward pass on."""
@@ -375,7 +376,7 @@ class SparseKVCache(Cache):
             states = [layer.state for layer in self.layers]
             begin_forward(states, self.padding, batch_size, num_new, mask, scale, is_decode)
         ends = is_prompt and self.prompt_end is not None and before + num_new >= self.prompt_end
-        return ForwardStep(is_decode=is_decode, is_prompt_end=ends, backend=self.backend)
+        return ForwardStep(is_decode=is_decode, is_prompt_end=ends)
 
     def _end_short_prompt(self, num_new: int) -> None:
         """End an announced prompt that is evidently over before its number is reached.

@@ -1,48 +1,21 @@
 """Prefill attention with its LSE: the ops `attention` and `attention_varlen`, by the best backend at hand.
 
-Which one takes a call is decided from the table in `prefill_table`, or named by the environment variable
-HF_SPARSEKV_ATTENTION. Whatever is used, the definition in `reference.attention` says what is computed.
+Which one takes a call is decided in `prefill_choice`. Whatever is used, the definition in `reference.attention` says
+what is computed; only the LSE of a backend that hides it, which has to be named, is NaN (`prefill_choice.gives_lse`).
 
 Shapes: B request, T query row, N key, H query head, K KV head, D head dim.
 """
 
-import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from hf_sparsekv.errors import ConfigError, InputError
+from hf_sparsekv.errors import InputError
 from hf_sparsekv.ops import reference
 from hf_sparsekv.ops.prefill_backends import Packed
-from hf_sparsekv.ops.prefill_table import BACKENDS, Backend, Problem
-
-BACKEND_VARIABLE = "HF_SPARSEKV_ATTENTION"
-"""Name of the backend that must take every call without a mask; unset: the first of the table that can."""
-
-
-def choose(problem: Problem) -> Backend:
-    """Who takes a problem.
-
-    A backend that the environment names takes everything but masks and empty tensors, which only the definition can.
-
-    Raises:
-        ConfigError: the environment names a backend that does not exist or cannot take the problem here.
-    """
-    named = os.environ.get(BACKEND_VARIABLE)
-    able = [backend for backend in BACKENDS if backend.refusal(problem) is None]
-    if not named:
-        return next(backend for backend in able if not backend.waits(problem))
-    by_name = {backend.name: backend for backend in BACKENDS}
-    if named not in by_name:
-        raise ConfigError(f"{BACKEND_VARIABLE}={named}: no such backend; there are {', '.join(by_name)}")
-    if problem.has_mask or problem.is_empty:
-        return able[0]
-    refusal = by_name[named].refusal(problem)
-    if refusal is not None:
-        others = ", ".join(backend.name for backend in able)
-        raise ConfigError(f"{BACKEND_VARIABLE}={named}: {named} {refusal}; unset it, or set it to one of: {others}")
-    return by_name[named]
+from hf_sparsekv.ops.prefill_choice import choose
+from hf_sparsekv.ops.prefill_table import Problem
 
 
 def attention(
@@ -52,7 +25,7 @@ def attention(
 
     Raises:
         InputError: shapes or devices do not fit one another.
-        ConfigError: see `choose`.
+        ConfigError: see `prefill_choice.choose`.
     """
     num_rows, num_keys = q.shape[2], k.shape[2]
     backend = choose(_problem(q, k, v, is_causal, num_rows == num_keys, mask is not None, q.shape[0] == 1))
@@ -95,7 +68,7 @@ def attention_varlen(
 
     Raises:
         InputError: shapes, dtypes or devices do not fit one another.
-        ConfigError: see `choose`.
+        ConfigError: see `prefill_choice.choose`.
     """
     _check_bounds(q, cu_seqlens_q, cu_seqlens_k)
     # As many rows as keys in all, and no request with more rows than keys: no request has a past.

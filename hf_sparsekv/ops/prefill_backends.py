@@ -1,7 +1,8 @@
 """How each prefill backend is called, and how its LSE becomes ours.
 
 Every call takes `Packed` and returns the output [T, H, D] with the LSE as the backend left it; `natural_lse` makes
-that fp32 [H, T], natural logarithm. `cudnn` and `torch_cpu` take one request at a time, see `one_by_one`.
+that fp32 [H, T], natural logarithm. Backends that hide the LSE return None in its place. Those that take one request
+at a time are called through `one_by_one`.
 
 Shapes: B request, T query row, N key, H query head, K KV head, D head dim.
 """
@@ -15,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from hf_sparsekv.ops import reference
-from hf_sparsekv.ops.prefill_probes import FLASH_ATTN_2, FLASH_ATTN_3, varlen_function
+from hf_sparsekv.ops.prefill_probes import FLASH_ATTN_2, FLASH_ATTN_3, FLASHINFER, attention_function
 
 LONG_PROMPT = 4096
 """Up to here cuDNN sees lengths that are multiples of SHORT_STEP, beyond it of LONG_STEP: it plans each one anew."""
@@ -47,15 +49,17 @@ class Packed:
         return self.cu_seqlens_q.shape[0] - 1
 
 
-Call = Callable[[Packed], tuple[Tensor, Tensor]]
+Call = Callable[[Packed], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LseForm:
-    """How a backend leaves the LSE; all of ours leave fp32, to base e."""
+    """How a backend leaves the LSE; all of ours leave fp32."""
 
     layout: str
-    """Dimensions in order, "1" for one of size 1: "HT", "1HT" or "1HT1"."""
+    """Dimensions in order, "1" for one of size 1: "HT", "TH", "1HT" or "1HT1"."""
+    base: float = math.e
+    """Of the logarithm. FlashInfer takes it to base 2."""
     empty: float = -math.inf
     """What stands for a row that sees no key. FlashAttention-2 writes +inf."""
 
@@ -68,24 +72,26 @@ def natural_lse(lse: Tensor, form: LseForm, num_heads: int, num_rows: int) -> Te
         form: how that backend leaves it.
         num_heads, num_rows: H and T.
     Returns:
-        fp32 [H, T], natural logarithm, -inf where a row sees nothing; changed in place where that is enough.
+        fp32 [H, T], natural logarithm, -inf where a row sees nothing; changed in place.
     """
     expected = [{"H": num_heads, "T": num_rows, "1": 1}[name] for name in form.layout]
     assert lse.dtype == torch.float32, f"an LSE in {lse.dtype}, expected float32"
     assert list(lse.shape) == expected, f"an LSE of shape {list(lse.shape)}, expected {expected} ({form.layout})"
-    natural = lse.reshape(num_heads, num_rows)
+    natural = lse.mT if form.layout == "TH" else lse.reshape(num_heads, num_rows)
+    if form.base != math.e:
+        natural.mul_(math.log(form.base))
     return natural if form.empty == -math.inf else natural.masked_fill_(natural == form.empty, -math.inf)
 
 
 def flash_attn_3(packed: Packed) -> tuple[Tensor, Tensor]:
     """FlashAttention-3, module `flash_attn_interface`."""
-    function = varlen_function(FLASH_ATTN_3)
+    function = attention_function(FLASH_ATTN_3)
     return _flash_attn(function, packed, packed.max_rows, _lse_keywords(function))
 
 
 def flash_attn_2(packed: Packed) -> tuple[Tensor, Tensor]:
     """FlashAttention-2, package `flash-attn`."""
-    return _flash_attn(varlen_function(FLASH_ATTN_2), packed, _unswapped_rows(packed), {"return_attn_probs": True})
+    return _flash_attn(attention_function(FLASH_ATTN_2), packed, _unswapped_rows(packed), {"return_attn_probs": True})
 
 
 def torch_flash(packed: Packed) -> tuple[Tensor, Tensor]:
@@ -98,24 +104,65 @@ def torch_flash(packed: Packed) -> tuple[Tensor, Tensor]:
     return output, lse
 
 
+def flashinfer(packed: Packed) -> tuple[Tensor, Tensor]:
+    """FlashInfer on one request, by its kernels for any GPU from Ampere on, which it calls fa2.
+
+    Its causal mask is aligned bottom-right. Packed requests are not handed to its ragged wrapper, whose plan would read
+    the bounds on the host once a call just as well.
+    """
+    q, k, v = (_aligned(t) for t in (packed.q, packed.k, packed.v))
+    output, lse = attention_function(FLASHINFER)(
+        q, k, v, causal=packed.is_causal, sm_scale=packed.scale, backend="fa2", return_lse=True
+    )
+    return output, lse
+
+
+def sdpa(packed: Packed) -> tuple[Tensor, None]:
+    """torch's `scaled_dot_product_attention` on one request, in its own dtype; it hides the LSE."""
+    num_rows, num_keys = packed.max_rows, packed.max_keys
+    q, k, v = (t.transpose(0, 1)[None] for t in (packed.q, packed.k, packed.v))
+    is_whole = num_rows == num_keys  # torch aligns its own causal mask top-left
+    mask = None if is_whole or num_rows == 1 or not packed.is_causal else _visible(num_rows, num_keys, q.device)
+    output = scaled_dot_product_attention(
+        q, k, v, mask, is_causal=packed.is_causal and is_whole, scale=packed.scale, enable_gqa=True
+    )
+    return output[0].transpose(0, 1), None
+
+
+def eager(packed: Packed) -> tuple[Tensor, None]:
+    """Matrix products in the tensors' dtype, softmax in fp32, on one request: what models do without a fused kernel."""
+    group = packed.q.shape[1] // packed.k.shape[1]
+    q, k, v = (t.transpose(0, 1) for t in (packed.q, packed.k, packed.v))
+    k, v = (t.repeat_interleave(group, dim=0) for t in (k, v))
+    logits = q @ k.mT * packed.scale
+    if packed.is_causal:
+        logits.masked_fill_(~_visible(packed.max_rows, packed.max_keys, q.device), -math.inf)
+    weights = logits.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return (weights @ v).transpose(0, 1), None
+
+
 def definition(packed: Packed) -> tuple[Tensor, Tensor]:
     """`reference.attention_varlen`."""
     bounds = packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_rows, packed.max_keys
     return reference.attention_varlen(packed.q, packed.k, packed.v, *bounds, packed.scale, packed.is_causal)
 
 
-def one_by_one(call: Call, form: LseForm, packed: Packed) -> tuple[Tensor, Tensor]:
+def one_by_one(call: Call, form: LseForm | None, packed: Packed) -> tuple[Tensor, Tensor]:
     """A call that takes a single request, made for each of them.
 
     The call sees requests with at least one row and one key and, when causal, no more rows than keys; the definition
     takes the others. Reads the bounds on the host, unless there is one request that fills the tensors.
 
+    Args:
+        call: the backend's.
+        form: how it leaves the LSE; None = it hides it.
+        packed: the requests.
     Returns:
-        output [T, H, D] laid out as q, LSE fp32 [H, T].
+        output [T, H, D] laid out as q, LSE fp32 [H, T], NaN where it is hidden.
     """
     num_heads = packed.q.shape[1]
     output = torch.empty_like(packed.q)
-    lse = torch.empty(num_heads, packed.q.shape[0], dtype=torch.float32, device=packed.q.device)
+    lse = torch.full((num_heads, packed.q.shape[0]), math.nan, dtype=torch.float32, device=packed.q.device)
     for rows, keys in _requests(packed):
         num_rows, num_keys = rows.stop - rows.start, keys.stop - keys.start
         if num_rows == 0:
@@ -124,10 +171,13 @@ def one_by_one(call: Call, form: LseForm, packed: Packed) -> tuple[Tensor, Tenso
         if num_keys == 0 or (packed.is_causal and num_rows > num_keys):
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
             out, row_lse = reference.attention(q, k, v, packed.scale, None, packed.is_causal)
-            output[rows], lse[:, rows] = out[0].transpose(0, 1), row_lse[0]
+            output[rows] = out[0].transpose(0, 1)
+            lse[:, rows] = math.nan if form is None else row_lse[0]
             continue
         output[rows], left = call(replace(packed, q=q, k=k, v=v, max_rows=num_rows, max_keys=num_keys))
-        lse[:, rows] = natural_lse(left, form, num_heads, num_rows)
+        if form is not None:
+            assert left is not None, "a backend that has an LSE returned none"
+            lse[:, rows] = natural_lse(left, form, num_heads, num_rows)
     return output, lse
 
 
@@ -191,6 +241,11 @@ def _lse_keywords(function: Any) -> dict[str, bool]:
     """The keyword by which this build of FlashAttention-3 returns the LSE, if it needs one."""
     parameters = inspect.signature(function).parameters
     return {name: True for name in LSE_KEYWORDS if name in parameters}
+
+
+def _visible(num_rows: int, num_keys: int, device: torch.device) -> Tensor:
+    """bool [T, N]: the causal mask, aligned bottom-right."""
+    return torch.ones(num_rows, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_rows)
 
 
 def _unswapped_rows(packed: Packed) -> int:

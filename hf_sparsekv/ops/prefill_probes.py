@@ -6,7 +6,11 @@ and, where a schema cannot tell, by a tiny problem; never by torch's version.
 
 import functools
 import importlib
+import os
 import re
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,9 +20,19 @@ from hf_sparsekv.ops import reference
 
 FLASH_ATTN_3 = "flash_attn_interface"
 FLASH_ATTN_2 = "flash_attn"
-VARLEN_FUNCTION = "flash_attn_varlen_func"
+FLASHINFER = "flashinfer"
+FUNCTIONS = {
+    FLASH_ATTN_3: "flash_attn_varlen_func",
+    FLASH_ATTN_2: "flash_attn_varlen_func",
+    FLASHINFER: "single_prefill_with_kv_cache",
+}
+"""What is called of each module."""
 MINIMUM_FLASH_ATTN_2 = (2, 8)
 """The oldest flash-attn whose packed LSE is [H, T] in every case; it also aligns the causal mask bottom-right."""
+KNOWN_FLASHINFER = ((0, 6), (0, 8))
+"""From, and below: the versions of FlashInfer whose function is known to take our arguments and to give a log2."""
+NVCC_FOLDERS = ("CUDA_HOME", "CUDA_PATH")
+"""Variables that name the CUDA toolkit, in the order in which FlashInfer asks for them."""
 LSE_NAMES = ("softmax_logsumexp", "logsumexp")
 
 
@@ -33,10 +47,29 @@ def flash_attn_2_missing() -> str | None:
     if module is None:
         return reason
     found = str(getattr(module, "__version__", "unknown"))
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    if numbers is None or (int(numbers[1]), int(numbers[2])) < MINIMUM_FLASH_ATTN_2:
-        needed = ".".join(str(number) for number in MINIMUM_FLASH_ATTN_2)
-        return f"flash-attn {found} is too old: install flash-attn>={needed}"
+    if (_numbers(found) or (0, 0)) < MINIMUM_FLASH_ATTN_2:
+        return f"flash-attn {found} is too old: install flash-attn>={_dotted(MINIMUM_FLASH_ATTN_2)}"
+    return None
+
+
+def flashinfer_missing() -> str | None:
+    """Why FlashInfer cannot be called, or None.
+
+    It compiles its kernels when they are first called, so what that takes is part of it.
+    """
+    module, reason = import_module(FLASHINFER)
+    if module is None:
+        return reason
+    found = str(getattr(module, "__version__", "unknown"))
+    oldest, beyond = KNOWN_FLASHINFER
+    if not oldest <= (_numbers(found) or (0, 0)) < beyond:
+        known = f">={_dotted(oldest)},<{_dotted(beyond)}"
+        return f"flashinfer-python {found} is not a version that is known: install flashinfer-python{known}"
+    if find_spec("flashinfer_jit_cache") is not None:
+        return None
+    missing = [name for name, path in (("nvcc", _nvcc()), ("ninja", shutil.which("ninja"))) if path is None]
+    if missing:
+        return f"FlashInfer compiles its kernels and finds no {missing[0]}: put it on the PATH"
     return None
 
 
@@ -95,18 +128,36 @@ def import_module(name: str) -> tuple[ModuleType | None, str | None]:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         return None, "not installed" if error.name == name else f"cannot be imported: {error}"
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, RuntimeError) as error:  # FlashInfer compares the versions of its parts
         return None, f"cannot be imported: {error}"
-    if not hasattr(module, VARLEN_FUNCTION):
-        return None, f"{name} has no {VARLEN_FUNCTION}"
+    if not hasattr(module, FUNCTIONS[name]):
+        return None, f"{name} has no {FUNCTIONS[name]}"
     return module, None
 
 
-def varlen_function(name: str) -> Any:
-    """`flash_attn_varlen_func` of a module whose probe found nothing missing."""
+def attention_function(name: str) -> Any:
+    """What is called of a module whose probe found nothing missing."""
     module, reason = import_module(name)
     assert module is not None, reason
-    return getattr(module, VARLEN_FUNCTION)
+    return getattr(module, FUNCTIONS[name])
+
+
+def _numbers(version: str) -> tuple[int, int] | None:
+    """The first two numbers of a version."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(str(number) for number in version)
+
+
+def _nvcc() -> str | None:
+    """The CUDA compiler that FlashInfer would call: it asks the variables first, and nobody else if one is set."""
+    for variable in NVCC_FOLDERS:
+        if (folder := os.environ.get(variable)) is not None:
+            return shutil.which("nvcc", path=str(Path(folder, "bin")))
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
 def _operator_missing(name: str, positional: str) -> str | None:

@@ -1,6 +1,7 @@
 """What each prefill backend can do, as data: one row each, in the order in which they are tried."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +12,8 @@ from hf_sparsekv.ops import prefill_backends as backends
 from hf_sparsekv.ops import prefill_probes as probes
 from hf_sparsekv.ops.prefill_backends import Call, LseForm, Packed, natural_lse, one_by_one
 
-Status = Literal["checked on H200", "checked on CPU", "not run"]
+Status = Literal["run on H200 (2026-11-30)", "run on CPU", "not run"]
+"""Where its results were compared with the definition's by the tests."""
 
 HALF = (torch.bfloat16, torch.float16)
 HOPPER = range(9, 10)
@@ -45,6 +47,8 @@ class Backend:
 
     name: str
     title: str
+    package: str
+    """What to install, with the versions that are known."""
     device: str | None
     """Type of device it runs on; None: any."""
     compute_capabilities: range | None
@@ -53,7 +57,7 @@ class Backend:
     """Why it cannot be had on this machine, or None."""
     dtypes: tuple[torch.dtype, ...] | None
     """None: any."""
-    head_dims: range | None
+    head_dims: Sequence[int] | None
     """None: any."""
     is_varlen: bool
     """Takes packed requests in one call; otherwise one call for each."""
@@ -62,31 +66,53 @@ class Backend:
     allows_non_causal: bool
     is_definition: bool
     """Takes everything, masks and empty tensors included."""
-    lse: LseForm
+    lse: LseForm | None
+    """None: it hides the LSE; scorers compute what they need of it themselves."""
     status: Status
     call: Call
+    is_on_request: bool = False
+    """Takes a call only where it is named."""
+
+    @property
+    def dtypes_text(self) -> str:
+        """As in "bf16, fp16"."""
+        return "any" if self.dtypes is None else dtype_names(self.dtypes)
+
+    @property
+    def dims_text(self) -> str:
+        """As in "8-256 by 8", or one by one."""
+        dims = self.head_dims
+        if isinstance(dims, range):
+            return f"{dims[0]}-{dims[-1]} by {dims.step}"
+        return "any" if dims is None else ", ".join(str(dim) for dim in dims)
+
+    @property
+    def lse_text(self) -> str:
+        """How it gives the LSE: hidden, natural or log2."""
+        return "hidden" if self.lse is None else "natural" if self.lse.base == math.e else f"log{self.lse.base:g}"
 
     def refusal(self, problem: Problem) -> str | None:
         """Why it cannot take this problem here, or None."""
         if self.is_definition:
             return None
-        if problem.device != self.device:
+        if self.device is not None and problem.device != self.device:
             return f"runs on {self.device}, the tensors are on {problem.device}"
         capabilities, capability = self.compute_capabilities, problem.compute_capability
         if capabilities is not None and capability not in capabilities:
             return f"is built for compute capability {_span(capabilities)}, this GPU has {capability}.x"
-        return self.missing() or self._unfit(problem)
+        return self._unfit(problem) or self.missing()  # last, since it may import a package
 
     def waits(self, problem: Problem) -> bool:
         """Whether the host would have to wait for the GPU, to cut requests apart that the backend takes singly."""
         return problem.device == "cuda" and not (self.is_varlen or problem.is_single)
 
     def run(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Output [T, H, D] and LSE fp32 [H, T], natural logarithm; for problems it does not refuse."""
+        """Output [T, H, D] and LSE fp32 [H, T], natural logarithm, NaN if hidden; for problems it does not refuse."""
         with torch.no_grad():  # our ops have no gradient; flash-attn would record one whenever a weight asks for it
             if not self.is_varlen:
                 return one_by_one(self.call, self.lse, packed)
             output, lse = self.call(packed)
+            assert self.lse is not None and lse is not None, "only what is called one by one may hide its LSE"
             num_rows, num_heads = packed.q.shape[:2]
             return output, natural_lse(lse, self.lse, num_heads, num_rows)
 
@@ -99,8 +125,8 @@ class Backend:
         if self.dtypes is not None and problem.dtype not in self.dtypes:
             return f"takes {dtype_names(self.dtypes)}, not {problem.dtype or 'mixed dtypes'}"
         if self.head_dims is not None and problem.head_dim not in self.head_dims:
-            dims = self.head_dims
-            return f"takes head dimensions {dims[0]} to {dims[-1]} in steps of {dims.step}, not {problem.head_dim}"
+            dims = self.dims_text.replace("-", " to ").replace(" by ", " in steps of ")
+            return f"takes head dimensions {dims}, not {problem.head_dim}"
         if not (self.allows_past or problem.is_whole):
             return "takes whole prompts only"
         if not (self.allows_non_causal or problem.is_causal):
@@ -121,6 +147,7 @@ BACKENDS = (
     Backend(
         name="flash_attn_3",
         title="FlashAttention-3 (module flash_attn_interface)",
+        package="flash_attn_interface (FlashAttention-3)",
         device="cuda",
         compute_capabilities=HOPPER,
         missing=probes.flash_attn_3_missing,
@@ -137,6 +164,7 @@ BACKENDS = (
     Backend(
         name="cudnn",
         title="cuDNN through torch, lengths bucketed",
+        package="torch",
         device="cuda",
         compute_capabilities=HOPPER,
         missing=probes.cudnn_missing,
@@ -147,12 +175,13 @@ BACKENDS = (
         allows_non_causal=False,
         is_definition=False,
         lse=LseForm(layout="1HT1"),
-        status="checked on H200",
+        status="run on H200 (2026-11-30)",
         call=backends.cudnn,
     ),
     Backend(
         name="flash_attn_2",
         title="FlashAttention-2 (package flash-attn)",
+        package="flash-attn>=2.8",
         device="cuda",
         compute_capabilities=AMPERE_OR_LATER,
         missing=probes.flash_attn_2_missing,
@@ -163,12 +192,13 @@ BACKENDS = (
         allows_non_causal=True,
         is_definition=False,
         lse=LseForm(layout="HT", empty=float("inf")),
-        status="checked on H200",
+        status="run on H200 (2026-11-30)",
         call=backends.flash_attn_2,
     ),
     Backend(
         name="torch_flash",
         title="torch's own FlashAttention-2",
+        package="torch",
         device="cuda",
         compute_capabilities=AMPERE_OR_LATER,
         missing=probes.torch_flash_missing,
@@ -179,12 +209,31 @@ BACKENDS = (
         allows_non_causal=True,
         is_definition=False,
         lse=LseForm(layout="HT", empty=float("inf")),
-        status="checked on H200",
+        status="run on H200 (2026-11-30)",
         call=backends.torch_flash,
+    ),
+    Backend(
+        name="flashinfer",
+        title="FlashInfer, compiled when first called",
+        package="flashinfer-python>=0.6,<0.8",
+        device="cuda",
+        compute_capabilities=AMPERE_OR_LATER,
+        missing=probes.flashinfer_missing,
+        dtypes=HALF,
+        head_dims=(64, 128, 256),
+        is_varlen=False,
+        allows_past=True,
+        allows_non_causal=True,
+        is_definition=False,
+        lse=LseForm(layout="TH", base=2.0),
+        status="not run",
+        call=backends.flashinfer,
+        is_on_request=True,
     ),
     Backend(
         name="torch_cpu",
         title="torch's flash attention for the CPU",
+        package="torch",
         device="cpu",
         compute_capabilities=None,
         missing=probes.torch_cpu_missing,
@@ -195,12 +244,49 @@ BACKENDS = (
         allows_non_causal=True,
         is_definition=False,
         lse=LseForm(layout="1HT"),
-        status="checked on CPU",
+        status="run on CPU",
         call=backends.torch_cpu,
+    ),
+    Backend(
+        name="sdpa",
+        title="torch's scaled_dot_product_attention",
+        package="torch",
+        device=None,
+        compute_capabilities=None,
+        missing=probes.nothing_missing,
+        dtypes=None,
+        head_dims=None,
+        is_varlen=False,
+        allows_past=True,
+        allows_non_causal=True,
+        is_definition=False,
+        lse=None,
+        status="run on CPU",
+        call=backends.sdpa,
+        is_on_request=True,
+    ),
+    Backend(
+        name="eager",
+        title="matrix products and a softmax",
+        package="torch",
+        device=None,
+        compute_capabilities=None,
+        missing=probes.nothing_missing,
+        dtypes=None,
+        head_dims=None,
+        is_varlen=False,
+        allows_past=True,
+        allows_non_causal=True,
+        is_definition=False,
+        lse=None,
+        status="run on CPU",
+        call=backends.eager,
+        is_on_request=True,
     ),
     Backend(
         name="reference",
         title="the PyTorch definition",
+        package="torch",
         device=None,
         compute_capabilities=None,
         missing=probes.nothing_missing,
@@ -211,8 +297,8 @@ BACKENDS = (
         allows_non_causal=True,
         is_definition=True,
         lse=LseForm(layout="HT"),
-        status="checked on CPU",
+        status="run on H200 (2026-11-30)",
         call=backends.definition,
     ),
 )
-"""The first that neither refuses a problem nor makes the host wait takes it."""
+"""The first that neither refuses a problem nor makes the host wait nor has to be named takes it."""

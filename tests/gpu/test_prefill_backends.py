@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv import ops
-from hf_sparsekv.ops import prefill, reference
+from hf_sparsekv.ops import prefill_choice, reference
 from hf_sparsekv.ops.prefill_table import BACKENDS, Backend, Problem
 from hf_sparsekv.testing.compare import (
     assert_bitwise_equal,
@@ -59,7 +59,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     reason = obstacle(chosen)
     if reason is not None:
         pytest.skip(f"{chosen.name}: {reason}")
-    monkeypatch.setenv(prefill.BACKEND_VARIABLE, chosen.name)
+    monkeypatch.setenv(prefill_choice.BACKEND_VARIABLE, chosen.name)
     return chosen
 
 
@@ -285,7 +285,7 @@ def test_a_call_is_one_operator_of_a_graph(backend):
 
 def test_half_precision_never_runs_the_definition_by_itself(monkeypatch):
     """Where torch has an attention for this GPU, that is; with and without a past."""
-    monkeypatch.delenv(prefill.BACKEND_VARIABLE, raising=False)
+    monkeypatch.delenv(prefill_choice.BACKEND_VARIABLE, raising=False)
     if obstacle(GPU_BACKENDS["torch_flash"]) is not None:
         pytest.skip(f"torch_flash: {obstacle(GPU_BACKENDS['torch_flash'])}")
     monkeypatch.setattr(reference, "attention", None)  # calling it raises

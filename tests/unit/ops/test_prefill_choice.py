@@ -11,7 +11,7 @@ import torch
 
 from hf_sparsekv import ops
 from hf_sparsekv.errors import ConfigError, InputError
-from hf_sparsekv.ops import prefill, prefill_probes
+from hf_sparsekv.ops import prefill, prefill_choice, prefill_probes
 from hf_sparsekv.ops.prefill_table import BACKENDS, Problem
 
 PROMPT = Problem(
@@ -31,7 +31,7 @@ BY_NAME = {backend.name: backend for backend in BACKENDS}
 @pytest.fixture(autouse=True)
 def _fresh_probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No override, and nothing remembered of modules that other tests pretend to have."""
-    monkeypatch.delenv(prefill.BACKEND_VARIABLE, raising=False)
+    monkeypatch.delenv(prefill_choice.BACKEND_VARIABLE, raising=False)
     prefill_probes.import_module.cache_clear()
     yield
     prefill_probes.import_module.cache_clear()
@@ -44,7 +44,7 @@ def have(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         return prefill_probes.nothing_missing if name in names else lambda: "not installed"
 
     rows = [b if b.device != "cuda" else replace(b, missing=pretended(b.name)) for b in BACKENDS]
-    monkeypatch.setattr(prefill, "BACKENDS", tuple(rows))
+    monkeypatch.setattr(prefill_choice, "BACKENDS", tuple(rows))
 
 
 def module(name: str, **attributes: Any) -> ModuleType:
@@ -55,13 +55,14 @@ def module(name: str, **attributes: Any) -> ModuleType:
 
 
 def chosen(**changes: Any) -> str:
-    return prefill.choose(replace(PROMPT, **changes)).name
+    return prefill_choice.choose(replace(PROMPT, **changes)).name
 
 
 def test_names_are_unique_and_the_definition_comes_last_and_alone():
     assert len(BY_NAME) == len(BACKENDS)
     assert [backend.is_definition for backend in BACKENDS] == [False] * (len(BACKENDS) - 1) + [True]
-    assert [b.name for b in BACKENDS if b.device == "cuda"] == ["flash_attn_3", "cudnn", "flash_attn_2", "torch_flash"]
+    on_gpus = ["flash_attn_3", "cudnn", "flash_attn_2", "torch_flash", "flashinfer"]
+    assert [backend.name for backend in BACKENDS if backend.device == "cuda"] == on_gpus
 
 
 @pytest.mark.parametrize(
@@ -118,10 +119,10 @@ def test_only_a_hopper_is_given_to_flash_attn_3(monkeypatch):
 def test_the_environment_names_a_backend(monkeypatch):
     have(monkeypatch, "flash_attn_3", "flash_attn_2", "cudnn", "torch_flash")
     for name in ("flash_attn_2", "cudnn", "torch_flash", "reference"):
-        monkeypatch.setenv(prefill.BACKEND_VARIABLE, name)
+        monkeypatch.setenv(prefill_choice.BACKEND_VARIABLE, name)
         assert chosen() == name
         assert chosen(has_mask=True) == chosen(is_empty=True) == "reference"  # nobody else can
-    monkeypatch.setenv(prefill.BACKEND_VARIABLE, "")
+    monkeypatch.setenv(prefill_choice.BACKEND_VARIABLE, "")
     assert chosen() == "flash_attn_3"
 
 
@@ -130,34 +131,45 @@ def test_the_environment_names_a_backend(monkeypatch):
     [
         ("flash_attn_4", {}, ["flash_attn_4", "no such backend", *BY_NAME]),
         ("flash_attn_4", {"has_mask": True}, ["no such backend"]),
-        ("flash_attn_3", {}, ["flash_attn_3 not installed", "one of: cudnn, torch_flash, reference"]),
-        ("cudnn", {"is_whole": False}, ["whole prompts only", "one of: torch_flash, reference"]),
+        (
+            "flash_attn_3",
+            {},
+            [
+                "flash_attn_3 not installed",
+                "one of: cudnn, torch_flash, sdpa, eager, reference (not flash_attn_2, flashinfer: not installed",
+            ],
+        ),
+        ("cudnn", {"is_whole": False}, ["whole prompts only", "one of: torch_flash, sdpa, eager, reference"]),
         ("cudnn", {"is_causal": False}, ["causal attention only"]),
-        ("cudnn", {"compute_capability": 8}, ["9.x", "8.x", "one of: torch_flash, reference"]),
-        ("torch_flash", {"compute_capability": 7}, ["8.0 or later", "7.x", "one of: reference"]),
-        ("torch_flash", {"dtype": torch.float32}, ["bf16, fp16", "torch.float32", "one of: reference"]),
+        ("cudnn", {"compute_capability": 8}, ["9.x", "8.x", "one of: torch_flash, sdpa, eager, reference"]),
+        ("torch_flash", {"compute_capability": 7}, ["8.0 or later", "7.x", "one of: sdpa, eager, reference"]),
+        ("torch_flash", {"dtype": torch.float32}, ["bf16, fp16", "torch.float32", "one of: sdpa, eager, reference"]),
         ("torch_flash", {"dtype": None}, ["mixed dtypes"]),
         ("torch_flash", {"head_dim": 100}, ["8 to 256 in steps of 8", "100"]),
-        ("torch_flash", {"device": "cpu", "compute_capability": None}, ["runs on cuda", "torch_cpu, reference"]),
-        ("torch_cpu", {}, ["runs on cpu", "one of: cudnn, torch_flash, reference"]),
+        (
+            "torch_flash",
+            {"device": "cpu", "compute_capability": None},
+            ["runs on cuda", "one of: torch_cpu, sdpa, eager, reference"],
+        ),
+        ("torch_cpu", {}, ["runs on cpu", "one of: cudnn, torch_flash, sdpa, eager, reference"]),
     ],
 )
 def test_an_impossible_wish_names_the_reason_and_what_there_is(monkeypatch, name, changes, words):
     have(monkeypatch, "cudnn", "torch_flash")
-    monkeypatch.setenv(prefill.BACKEND_VARIABLE, name)
+    monkeypatch.setenv(prefill_choice.BACKEND_VARIABLE, name)
     with pytest.raises(ConfigError) as raised:
         chosen(**changes)
-    for word in (prefill.BACKEND_VARIABLE, *words):
+    for word in (prefill_choice.BACKEND_VARIABLE, *words):
         assert word in str(raised.value)
 
 
 def test_the_ops_obey_the_environment(monkeypatch):
     q, k = torch.randn(1, 4, 3, 64), torch.randn(1, 2, 3, 64)
-    monkeypatch.setenv(prefill.BACKEND_VARIABLE, "torch_flash")
+    monkeypatch.setenv(prefill_choice.BACKEND_VARIABLE, "torch_flash")
     with pytest.raises(ConfigError, match="torch_flash runs on cuda, the tensors are on cpu"):
         ops.attention(q, k, k, 0.5, None, True)
     bounds = torch.tensor([0, 3], dtype=torch.int32)
-    with pytest.raises(ConfigError, match="one of: torch_cpu, reference"):
+    with pytest.raises(ConfigError, match="one of: torch_cpu, sdpa, eager, reference"):
         ops.attention_varlen(*(t[0].transpose(0, 1) for t in (q, k, k)), bounds, bounds, 3, 3, 0.5, True)
     mask = torch.ones(1, 3, 3, dtype=torch.bool)
     assert ops.attention(q, k, k, 0.5, mask, False)[0].isfinite().all()

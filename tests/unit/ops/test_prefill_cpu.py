@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv import ops
-from hf_sparsekv.ops import prefill, prefill_probes, reference
+from hf_sparsekv.ops import prefill_choice, prefill_probes, reference
 from hf_sparsekv.testing.compare import assert_bitwise_equal, assert_census, assert_close_fp32, assert_close_policy
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -26,7 +26,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         taken.append("call")
         return original(*args, **keywords)
 
-    monkeypatch.delenv(prefill.BACKEND_VARIABLE, raising=False)
+    monkeypatch.delenv(prefill_choice.BACKEND_VARIABLE, raising=False)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", recorded)
     return taken
 
@@ -181,7 +181,7 @@ def test_the_ops_are_lawful_where_the_fast_path_takes_them(calls, dtype):
 def test_the_environment_brings_the_definition_back(monkeypatch, calls):
     q, k, v = qkv(9, 12, (4, 2), 64, torch.float32)
     arguments = (q, k, v, bounds([9]), bounds([12]), 9, 12, 0.3, True)
-    monkeypatch.setenv(prefill.BACKEND_VARIABLE, "reference")
+    monkeypatch.setenv(prefill_choice.BACKEND_VARIABLE, "reference")
     for actual, expected in zip(ops.attention_varlen(*arguments), reference.attention_varlen(*arguments), strict=True):
         assert_bitwise_equal(actual, expected)
     assert not calls

@@ -12,7 +12,7 @@ import torch
 
 from hf_sparsekv.cli import doctor as doctor_module
 from hf_sparsekv.cli.doctor import doctor, machine_facts
-from hf_sparsekv.ops import prefill, prefill_probes
+from hf_sparsekv.ops import prefill_choice, prefill_probes
 from hf_sparsekv.ops.kernels import KERNELS, LIBRARY_VARIABLE
 from hf_sparsekv.ops.library import SCHEMAS
 from hf_sparsekv.ops.prefill_table import BACKENDS
@@ -21,7 +21,7 @@ from hf_sparsekv.ops.prefill_table import BACKENDS
 @pytest.fixture(autouse=True)
 def _plain_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing set in the environment, and nothing remembered of modules that tests pretend to have."""
-    monkeypatch.delenv(prefill.BACKEND_VARIABLE, raising=False)
+    monkeypatch.delenv(prefill_choice.BACKEND_VARIABLE, raising=False)
     monkeypatch.setenv(LIBRARY_VARIABLE, "off")
     prefill_probes.import_module.cache_clear()
     yield
@@ -49,12 +49,17 @@ def test_every_backend_has_a_row_that_is_json(capsys):
     assert facts["backends"]["torch_cpu"] == {
         "title": "torch's flash attention for the CPU",
         "here": "yes",
-        "status": "checked on CPU",
+        "package": "torch",
+        "status": "run on CPU",
+        "lse": "natural",
         "dtypes": "fp32, bf16, fp16",
         "head dims": "32-256 by 8",
         "packed": "one by one",
         "past": "yes",
     }
+    assert facts["backends"]["sdpa"]["here"] == "yes, by name"
+    assert facts["backends"]["sdpa"]["lse"] == "hidden"
+    assert facts["backends"]["flashinfer"]["lse"] == "log2"
     assert facts["chosen"]["cpu"] == {
         "whole prompts": "torch_cpu",
         "prompts after a past": "torch_cpu",
@@ -67,7 +72,7 @@ def test_the_table_is_printed(capsys):
     out = capsys.readouterr().out
     for backend in BACKENDS:
         assert backend.name in out
-    for text in ("cpu, whole prompts: torch_cpu", f"{prefill.BACKEND_VARIABLE}: not set", "not run"):
+    for text in ("cpu, whole prompts: torch_cpu", f"{prefill_choice.BACKEND_VARIABLE}: not set", "not run"):
         assert text in out
 
 
@@ -98,9 +103,9 @@ def test_what_a_machine_without_a_gpu_lacks_is_said(monkeypatch):
 
 
 def test_a_wish_that_cannot_be_had_is_shown_not_raised(monkeypatch):
-    monkeypatch.setenv(prefill.BACKEND_VARIABLE, "flash_attn_2")
+    monkeypatch.setenv(prefill_choice.BACKEND_VARIABLE, "flash_attn_2")
     facts = machine_facts()["attention"]
-    assert facts[prefill.BACKEND_VARIABLE] == "flash_attn_2"
+    assert facts[prefill_choice.BACKEND_VARIABLE] == "flash_attn_2"
     assert "runs on cuda, the tensors are on cpu" in facts["chosen"]["cpu"]["whole prompts"]
     assert facts["chosen"]["cpu"]["with a mask"] == "reference"
 
