@@ -7,6 +7,7 @@ and runs its decode steps.
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,16 +38,22 @@ class CaptureError(RuntimeError):
     """What a forward pass did that no CUDA graph can hold."""
 
 
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """Where a device's captures are made and replayed."""
+    return torch.cuda.Stream(device)
+
+
 class Launches:
     """Launches one step after another: the first as it is, which warms up, and from the second on by replay."""
 
     _one_at_a_time = threading.Lock()
-    """Streams come from a small pool that threads share: nobody may launch on one that somebody captures."""
+    """All share a stream, and with it the kernels' workspace: nobody may launch on it while somebody captures."""
 
     def __init__(self, device: torch.device) -> None:
         """Nothing captured yet."""
         self._device = device
-        self._stream, self._memory = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._stream, self._memory = _stream_of(device), torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: Any = None
         self._workspace: Tensor | None = None

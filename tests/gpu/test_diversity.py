@@ -5,6 +5,7 @@ The kernel itself is tested in `kernels/tests/test_diversity.py`.
 Shapes: B request, H query head, K KV head, N token, D head dim.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -65,8 +66,10 @@ def definition(inputs: ScoreInputs) -> Tensor:
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
