@@ -142,13 +142,13 @@ def main() -> None:
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     model = dummy_model(shape_config(args.model), dtype=dtype, device=args.device, seed=args.seed)
     config = skv.SparseKVConfig(num_full_layers=args.num_full_layers, budget=args.budget, scorer=args.scorer)
-    batches = [measure(model, batch_size, args, config) for batch_size in args.batch_sizes]
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    result = {"batches": batches, "settings": settings, "provenance": provenance(model.device)}
-    text = json.dumps(result, indent=2)
-    print(text)
-    if args.json:
-        args.json.write_text(text + "\n")
+    result: dict[str, Any] = {"batches": [], "settings": settings, "provenance": provenance(model.device)}
+    for batch_size in args.batch_sizes:
+        result["batches"].append(measure(model, batch_size, args, config))
+        print(json.dumps(result["batches"][-1], indent=2))
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

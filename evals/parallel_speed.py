@@ -106,7 +106,6 @@ def cases_of(model: Any, kind: str, options: argparse.Namespace, place: Place, d
         max_model_len=options.input_len + longest,
         cuda_graphs=False if options.no_cuda_graphs else None,
         compile=False if options.no_compile else None,
-        prefix_caching=False,  # every case has the same prompts
     )
     try:
         engine = skv.Engine(model, method, engine_options)
@@ -137,6 +136,7 @@ def measured(
     vocab_size = engine.model.config.vocab_size
     prompts = Workload(input_len=options.input_len, output_len=1, vocab_size=vocab_size)
     run_closed_loop(engine, prompts.warmup, concurrency=2, num_requests=2)
+    engine.forget_prefixes()  # of an earlier case, whose prompts were the same
     prefill = run_closed_loop(engine, prompts, concurrency=concurrency, num_requests=max(PREFILL_REQUESTS, concurrency))
     long = Workload(input_len=options.input_len, output_len=longest, vocab_size=vocab_size)
     names = [engine.add_request(long.prompt(index), long.params) for index in range(concurrency)]
