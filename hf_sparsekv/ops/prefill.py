@@ -6,6 +6,7 @@ HF_SPARSEKV_ATTENTION. Whatever is used, the definition in `reference.attention`
 Shapes: B request, T query row, N key, H query head, K KV head, D head dim.
 """
 
+import functools
 import os
 from collections.abc import Callable
 
@@ -30,9 +31,9 @@ def choose(problem: Problem) -> Backend:
         ConfigError: the environment names a backend that does not exist or cannot take the problem here.
     """
     named = os.environ.get(BACKEND_VARIABLE)
+    if not named:  # once a layer: nobody behind the one that takes it is asked
+        return next(b for b in BACKENDS if b.refusal(problem) is None and not b.waits(problem))
     able = [backend for backend in BACKENDS if backend.refusal(problem) is None]
-    if not named:
-        return next(backend for backend in able if not backend.waits(problem))
     by_name = {backend.name: backend for backend in BACKENDS}
     if named not in by_name:
         raise ConfigError(f"{BACKEND_VARIABLE}={named}: no such backend; there are {', '.join(by_name)}")
@@ -138,7 +139,7 @@ def _problem(
         raise InputError(f"q is on {q.device}, k on {k.device}, v on {v.device}: move them to one device")
     return Problem(
         device=q.device.type,
-        compute_capability=torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else None,
+        compute_capability=_capability(q.device) if q.is_cuda else None,
         dtype=q.dtype if q.dtype == k.dtype == v.dtype else None,
         head_dim=q.shape[-1],
         is_causal=is_causal,
@@ -147,6 +148,12 @@ def _problem(
         is_empty=q.numel() == 0 or k.numel() == 0,
         is_single=is_single,
     )
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    """Major number of a GPU's compute capability."""
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def _check_bounds(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
@@ -162,5 +169,7 @@ def _check_bounds(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None
 
 def _laid_out_like(q: Tensor, output: Tensor) -> Tensor:
     """The output with the strides that the op's fake promises: those of `torch.empty_like(q)`."""
+    if q.is_contiguous() and output.is_contiguous():
+        return output  # without asking, once a layer
     strides = torch.empty_like(q, device="meta").stride()
     return output if output.stride() == strides else torch.empty_like(q).copy_(output)

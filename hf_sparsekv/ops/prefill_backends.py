@@ -111,9 +111,12 @@ def one_by_one(call: Call, form: LseForm, packed: Packed) -> tuple[Tensor, Tenso
     takes the others. Reads the bounds on the host, unless there is one request that fills the tensors.
 
     Returns:
-        output [T, H, D] laid out as q, LSE fp32 [H, T].
+        output [T, H, D], LSE fp32 [H, T]; of one request, as the call left them.
     """
-    num_heads = packed.q.shape[1]
+    num_heads, num_rows, num_keys = packed.q.shape[1], packed.q.shape[0], packed.k.shape[0]
+    if _is_one(packed) and num_keys >= num_rows > 0:
+        output, left = call(packed)
+        return output, natural_lse(left, form, num_heads, num_rows)
     output = torch.empty_like(packed.q)
     lse = torch.empty(num_heads, packed.q.shape[0], dtype=torch.float32, device=packed.q.device)
     for rows, keys in _requests(packed):
@@ -223,11 +226,16 @@ def _padded(t: Tensor, length: int) -> Tensor:
     return padded
 
 
+def _is_one(packed: Packed) -> bool:
+    """Whether there is one request, which fills the tensors."""
+    lengths = packed.q.shape[0], packed.k.shape[0]
+    return packed.num_requests == 1 and (packed.max_rows, packed.max_keys) == lengths
+
+
 def _requests(packed: Packed) -> Iterator[tuple[slice, slice]]:
     """Rows and keys of each request."""
-    num_rows, num_keys = packed.q.shape[0], packed.k.shape[0]
-    if packed.num_requests == 1 and (packed.max_rows, packed.max_keys) == (num_rows, num_keys):
-        yield slice(0, num_rows), slice(0, num_keys)  # known without waiting for the GPU
+    if _is_one(packed):
+        yield slice(0, packed.q.shape[0]), slice(0, packed.k.shape[0])  # known without waiting for the GPU
         return
     rows, keys = torch.stack([packed.cu_seqlens_q, packed.cu_seqlens_k]).tolist()
     for b in range(packed.num_requests):
