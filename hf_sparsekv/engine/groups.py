@@ -95,6 +95,7 @@ class Groups(Mapping[Hashable, Group]):
         *,
         seed: int,
         is_streamed: bool,
+        arrival_s: float | None = None,
     ) -> Request:
         """A request with what its configuration means for it; nothing is reserved yet.
 
@@ -109,7 +110,7 @@ class Groups(Mapping[Hashable, Group]):
             plan=plan,
             group=key,
             num_query_rows=_num_query_rows(config, plan),
-            arrival_s=time.perf_counter(),
+            arrival_s=time.perf_counter() if arrival_s is None else arrival_s,
             is_streamed=is_streamed,
             seed=seed,
         )
