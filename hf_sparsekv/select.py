@@ -105,7 +105,7 @@ def kept_raw_scores(scores: Tensor | TwoLists, kept: Kept) -> Tensor:
 
 
 def select_index(
-    scores: Tensor | TwoLists, budgets: Tensor, capacity: int, config: SparseKVConfig
+    scores: Tensor | TwoLists, budgets: Tensor, capacity: int, config: SparseKVConfig, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The part of `select_kept` that decides, for those who do not decode: arguments as there.
 
@@ -114,7 +114,8 @@ def select_index(
     """
     primary = scores.primary if isinstance(scores, TwoLists) else scores
     batch, _, num_keys = primary.shape
-    lengths = torch.full((batch,), num_keys, dtype=torch.int32, device=primary.device)
+    if lengths is None:
+        lengths = torch.full((batch,), num_keys, dtype=torch.int32, device=primary.device)
     second = scores if isinstance(scores, TwoLists) else None
     index, counts, retained = ops.select(
         primary,
@@ -139,6 +140,7 @@ def select_kept(
     capacity: int,
     positions: Tensor | None,
     config: SparseKVConfig,
+    lengths: Tensor | None = None,
 ) -> Kept:
     """Choose the tokens that stay.
 
@@ -148,8 +150,11 @@ def select_kept(
         capacity: C.
         positions: int64 [B, K, N] position per candidate, None when candidate j has position j.
         config: sinks, recent tokens, pooling, scorer and decode mode.
+        lengths: int32 [B], every entry N, where the caller has it: layers of one prompt may share it.
     """
-    index, counts, retained = select_index(scores, budgets, capacity, config)
+    index, counts, retained = select_index(scores, budgets, capacity, config, lengths)
+    if config.decode_mode != "ring" and config.scorer_object.is_probability:
+        return Kept(index, counts, retained)  # nothing more to launch
     kept_positions = index if positions is None else positions.gather(-1, index.clamp_min(0))
     kept_scores = decode_scores(retained, index >= 0, kept_positions, config)
     return Kept(index, counts, kept_scores)

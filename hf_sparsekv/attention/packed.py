@@ -33,10 +33,18 @@ class DecodeRows:
     count: int
     max_length: int
     """Upper bound of the tokens that an appending layer holds; part of a CUDA graph's key."""
+    _new_slots: list[Tensor] = field(default_factory=list)
 
     def advance(self) -> None:
         """Count the new token in the appending layers; once a step, before the first layer."""
         self.rows.append_lengths[:, : self.count] += self.rows.is_active[: self.count]
+
+    def new_slots(self, index: int, num_kv_heads: int) -> Tensor:
+        """int64 [count, K], where an appending layer puts the new tokens; made for all of them at once."""
+        if not self._new_slots:
+            last = self.rows.append_lengths[:, : self.count].long() - 1
+            self._new_slots.extend(last[:, :, None].expand(-1, -1, num_kv_heads).unbind())
+        return self._new_slots[index]
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,13 @@ class PromptChunk:
     remains: PromptRemains = field(default_factory=PromptRemains)
     """What earlier selections of this prompt left, in a bounded prefill; and what the scorer raised, if it did: the
     scores are zeros then."""
+    _filled: dict[int, Tensor] = field(default_factory=dict)
+
+    def filled(self, value: int) -> Tensor:
+        """int32 [1] of a number, on the device; layers that need the same one share it."""
+        if value not in self._filled:
+            self._filled[value] = torch.full((1,), value, dtype=torch.int32, device=self.rows.tokens.device)
+        return self._filled[value]
 
     @property
     def seen(self) -> int:
@@ -146,12 +161,20 @@ class PackedStep:
         """
         if not self.chunks and len(self.decode) == 1:
             return self._decode(self.decode[0], layer_idx, q, k, v, scale)
+        self._write(layer_idx, k, v)
+        if not self.decode and len(self.runs) == 1 and len(self.runs[0].chunks) == len(self.chunks):
+            return self._attend_run(self.runs[0], layer_idx, q, k, v, scale).contiguous()  # all there is: as it comes
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
         for part in self.decode:
             at = slice(part.offset, part.offset + part.count)
             output[at] = self._decode(part, layer_idx, q[at], k[at], v[at], scale)
-        if self.chunks:
-            self._prefill(layer_idx, q, k, v, scale, output)
+        for run in self.runs:
+            at = slice(run.chunks[0].offset, run.chunks[-1].offset + run.chunks[-1].length)
+            output[at] = self._attend_run(run, layer_idx, q[at], k[at], v[at], scale)
+        for chunk in self.chunks:
+            if chunk.start > 0:
+                at = slice(chunk.offset, chunk.offset + chunk.length)
+                output[at] = self._attend_stored(chunk, layer_idx, q[at], scale)
         return output
 
     def _decode(self, part: DecodeRows, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -160,29 +183,29 @@ class PackedStep:
         i = place.index
         if place.is_append:
             lengths, table = rows.append_lengths[i, :count], rows.append_tables[i, :count]
-            slots = (lengths.long() - 1)[:, None].expand(-1, pool.num_kv_heads)
-            ops.write_slots(pool.keys, pool.values, k, v, slots, table)
+            ops.write_slots(pool.keys, pool.values, k, v, part.new_slots(i, pool.num_kv_heads), table)
             return ops.attend_slots(q, pool.keys, pool.values, lengths, scale, part.max_length, table)
         decay, gain = config.decode_weights
+        state = rows.slot_views(place, count)
         return ops.decode_step(
             q,
             k,
             v,
             pool.keys,
             pool.values,
-            rows.slot_positions(place)[:count],
-            rows.slot_scores(place)[:count],
-            rows.slot_lengths[i, :count],
-            rows.slot_budgets[i, :count],
-            rows.victims[i, :count],
-            rows.slot_next[i, :count],
+            state.positions,
+            state.scores,
+            state.lengths,
+            state.budgets,
+            state.victims,
+            state.next_positions,
             scale,
             decay,
             gain,
             config.num_sink_tokens,
             config.num_recent_tokens,
             config.decode_mode == "ring",
-            rows.slot_table(place)[:count],
+            state.table,
         )
 
     def finish(self) -> Tensor | None:
@@ -203,40 +226,44 @@ class PackedStep:
                     flags.append(can_rank)
         return torch.stack(flags) if flags else None
 
-    def _prefill(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float, output: Tensor) -> None:
+    def _write(self, layer_idx: int, k: Tensor, v: Tensor) -> None:
+        """Store what has its place in order: of full layers, and of prompts that are staged."""
         for chunk in self.chunks:
             slots = chunk.prompt_slots[layer_idx]
             if slots is not None:
                 at = slice(chunk.offset, chunk.offset + chunk.length)
                 ops.write_packed(self.pool.keys, self.pool.values, k[at], v[at], slots)
-        for run in self.runs:
-            first, last = run.chunks[0], run.chunks[-1]
-            at = slice(first.offset, last.offset + last.length)
-            longest = max(chunk.length for chunk in run.chunks)
-            bounds = (run.cu_seqlens, run.cu_seqlens, longest, longest)
-            output[at], lse = ops.attention_varlen(q[at], k[at], v[at], *bounds, scale, True)
-            has_lse = gives_lse()
-            for chunk in run.chunks:
-                own = slice(chunk.offset, chunk.offset + chunk.length)
-                keys, values = (t[own].transpose(0, 1)[None] for t in (k, v))
-                start = chunk.offset - first.offset
-                own_lse = lse[None, :, start : start + chunk.length] if has_lse else None
-                self._score(chunk, layer_idx, q[own], keys, values, own_lse, scale)
-        for chunk in self.chunks:
-            if chunk.start == 0:
-                continue
-            own, table = slice(chunk.offset, chunk.offset + chunk.length), chunk.prompt_tables[layer_idx]
-            assert table is not None
-            keys, values = self.pool.gather(table, chunk.num_held(chunk.rows.places[layer_idx]))
-            attended, lse = ops.attention(q[own].transpose(0, 1)[None], keys, values, scale, None, True)
-            output[own] = attended[0].transpose(0, 1)
-            self._score(chunk, layer_idx, q[own], keys, values, None, scale)
+
+    def _attend_run(self, run: PromptRun, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Of prompts that begin: their tokens are all of q, k and v."""
+        longest = max(chunk.length for chunk in run.chunks)
+        bounds = (run.cu_seqlens, run.cu_seqlens, longest, longest)
+        attended, lse = ops.attention_varlen(q, k, v, *bounds, scale, True)
+        queries, keys, values = (t.transpose(0, 1)[None] for t in (q, k, v))
+        first, has_lse = run.chunks[0].offset, gives_lse()
+        for chunk in run.chunks:
+            if not chunk.rows.places[layer_idx].spec.is_full:
+                at = slice(chunk.offset - first, chunk.offset - first + chunk.length)
+                own_lse = lse[None, :, at] if has_lse else None
+                self._score(chunk, layer_idx, queries[:, :, at], keys[:, :, at], values[:, :, at], own_lse, scale)
+        return attended
+
+    def _attend_stored(self, chunk: PromptChunk, layer_idx: int, q: Tensor, scale: float) -> Tensor:
+        """Of a prompt that goes on: its tokens are all of q, their keys are stored with those before."""
+        table, place = chunk.prompt_tables[layer_idx], chunk.rows.places[layer_idx]
+        assert table is not None
+        keys, values = self.pool.gather(table, chunk.num_held(place))
+        queries = q.transpose(0, 1)[None]
+        attended, _ = ops.attention(queries, keys, values, scale, None, True)
+        if not place.spec.is_full:
+            self._score(chunk, layer_idx, queries, keys, values, None, scale)
+        return attended[0].transpose(0, 1)
 
     def _score(
         self,
         chunk: PromptChunk,
         layer_idx: int,
-        q: Tensor,
+        queries: Tensor,
         keys: Tensor,
         values: Tensor,
         lse: Tensor | None,
@@ -244,9 +271,6 @@ class PackedStep:
     ) -> None:
         """Of a window layer: collect the query rows that score; when it is time select, and write what stays."""
         place, config = chunk.rows.places[layer_idx], chunk.rows.config
-        if place.spec.is_full:
-            return
-        queries = q.transpose(0, 1)[None]
         needed = {"none": 0, "last": config.observation_window, "all": None}[config.scorer_object.queries]
         if chunk.start == 0 and chunk.is_last:
             rows = queries[:, :, 0 if needed is None else max(0, chunk.length - needed) :]
@@ -272,6 +296,7 @@ class PackedStep:
             num_seen=chunk.seen,
             inv_freq=chunk.inv_freq,
             layer_idx=layer_idx,
+            key_counts=chunk.filled(keys.shape[2]),
             heads=chunk.heads,
         )
         shape = (1, keys.shape[1], keys.shape[2])
@@ -299,8 +324,8 @@ class PackedStep:
         layer_idx = place.spec.layer_idx
         budget = min(place.spec.kept_tokens(chunk.seen), chunk.max_length)
         capacity = place.capacity or min(budget, keys.shape[2])
-        budgets = torch.full((1,), budget, dtype=torch.int32, device=keys.device)
-        kept = select_kept(scores, budgets, capacity, candidates, chunk.rows.config)
+        counts = chunk.filled(budget), chunk.filled(keys.shape[2])
+        kept = select_kept(scores, counts[0], capacity, candidates, chunk.rows.config, counts[1])
         table = chunk.kept_tables[layer_idx] if chunk.is_last else chunk.prompt_tables[layer_idx]
         assert table is not None
         ops.compact_into(self.pool.keys, self.pool.values, keys, values, kept.index, table[None])

@@ -1,6 +1,7 @@
 """Cases: every engine, memory size and concurrency of a bench, one after the other on one loaded model."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -189,11 +190,13 @@ def _engine_cases(
     shape = model_shape(model.config)
     method = plan.method if kind == "sparse" else plan.method.with_(full_layers=None, num_full_layers=shape.num_layers)
     memory = MemoryWatch(model.device)
+    begin = time.perf_counter()
     try:
         engine = Engine(model, method, options)
     except SparseKVError as error:
         yield from (_failed(c, error) for c in plan.concurrencies)
         return
+    start_s = time.perf_counter() - begin
     with engine:
         memory.engine_made()
         planned = (
@@ -211,6 +214,7 @@ def _engine_cases(
                 yield _failed(concurrency, error, is_maximum=wanted is None)
                 continue
             figures["is_maximum"] = wanted is None
+            figures["start"]["engine_s"] = start_s
             figures["memory"] = memory.figures(
                 kv_memory_bytes=kv_memory, memory_fraction=options.memory_fraction, planned=planned
             )
@@ -232,6 +236,7 @@ def _engine_case(
 ) -> dict[str, Any]:
     workload = plan.workload(engine.model)
     num_warmup = concurrency if plan.num_warmup is None else plan.num_warmup
+    begin = time.perf_counter()
     if num_warmup:
         with watch(f"{title}, warm-up", num_warmup) as on_finish:
             run_closed_loop(
@@ -241,12 +246,13 @@ def _engine_case(
                 num_requests=num_warmup,
                 on_finish=on_finish,
             )
+    start = {"warmup_s": time.perf_counter() - begin}  # with it goes what is compiled when it is first met
     memory.begin()
     engine.forget_prefixes()  # of an earlier case, whose prompts were the same
     num_requests = plan.requests_at(concurrency)
     with watch(title, num_requests) as on_finish:
         run = run_closed_loop(engine, workload, concurrency=concurrency, num_requests=num_requests, on_finish=on_finish)
-    return {"num_warmup": num_warmup, **summarize(run), "prefix": prefix_figures(run.requests)}
+    return {"num_warmup": num_warmup, "start": start, **summarize(run), "prefix": prefix_figures(run.requests)}
 
 
 def _transformers_cases(

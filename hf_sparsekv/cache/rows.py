@@ -29,6 +29,19 @@ class LayerPlace:
     first_page: int
 
 
+@dataclass(frozen=True)
+class SlotViews:
+    """A replacing layer's state of the first R rows, views of it."""
+
+    positions: Tensor
+    scores: Tensor
+    lengths: Tensor
+    budgets: Tensor
+    victims: Tensor
+    next_positions: Tensor
+    table: Tensor
+
+
 class RowState:
     """Block tables, lengths, positions and scores of up to R requests, and the token that each decodes next."""
 
@@ -71,6 +84,7 @@ class RowState:
         self._slot_positions = ints(num_rows, num_kv_heads * num_slots)
         self._slot_scores = torch.zeros(num_rows, num_kv_heads * num_slots, device=device)
         self._num_kv_heads, self._page_size = num_kv_heads, page_size
+        self._views: tuple[int, dict[int, SlotViews]] = (0, {})
         self.clear(slice(0, num_rows))
 
     @staticmethod
@@ -100,6 +114,26 @@ class RowState:
     def slot_table(self, place: LayerPlace) -> Tensor:
         """View int32 [R, M] of a replacing layer."""
         return self.slot_tables[:, place.first_page : place.first_page + ceil(place.capacity / self._page_size)]
+
+    def slot_views(self, place: LayerPlace, count: int) -> SlotViews:
+        """A replacing layer's state of the first `count` rows; remembered until another number is asked for.
+
+        Nothing here ever moves, and steps with prompts come one after the other with as many rows.
+        """
+        if self._views[0] != count:
+            self._views = (count, {})
+        views, i = self._views[1], place.index
+        if i not in views:
+            views[i] = SlotViews(
+                self.slot_positions(place)[:count],
+                self.slot_scores(place)[:count],
+                self.slot_lengths[i, :count],
+                self.slot_budgets[i, :count],
+                self.victims[i, :count],
+                self.slot_next[i, :count],
+                self.slot_table(place)[:count],
+            )
+        return views[i]
 
     def set_slots(self, row: int, positions: Tensor, scores: Tensor) -> None:
         """Write a row of all replacing layers: int and fp32 [K * C of every layer, bottom first]."""

@@ -152,14 +152,12 @@ class BatchBuilder:
         stacked = self._upload(ordered)
         selected = selected_before(rows.plan.chunk_tokens, planned.start)
         first = [planned.start - _num_dropped(rows.places[layer].spec, selected) for layer in with_table]
-        at = (
-            torch.arange(planned.length, device=self._device) + self._upload(np.asarray(first, dtype=np.int64))[:, None]
-        )
-        slots = stacked.long().gather(1, at // self._pool.page_size) * self._pool.page_size + at % self._pool.page_size
+        slots = self._slots_of(stacked, min(first, default=0), max(first, default=0) + planned.length)
         none: list[Tensor | None] = [None] * len(rows.places)
         prompt_tables, prompt_slots = list(none), list(none)
-        for i, layer in enumerate(with_table):
-            prompt_tables[layer], prompt_slots[layer] = stacked[i], slots[i]
+        for layer, table, place, begin in zip(with_table, stacked.unbind(), slots.unbind(), first, strict=True):
+            begin -= min(first)
+            prompt_tables[layer], prompt_slots[layer] = table, place[begin : begin + planned.length]
         kept = self._kept_tables(request, group) if planned.is_last else ()
         tails = self._tails.setdefault(request.request_id, {})
         remains = self._remains.setdefault(request.request_id, PromptRemains())
@@ -181,6 +179,14 @@ class BatchBuilder:
             self._heads,
             remains=remains,
         )
+
+    def _slots_of(self, tables: Tensor, begin: int, end: int) -> Tensor:
+        """Places int64 [L, end - begin] in the pool of the tokens `begin` to `end` behind tables int32 [L, M]."""
+        size = self._pool.page_size
+        first_page = begin // size
+        pages = tables[:, first_page : -(-end // size)].long() * size
+        slots = (pages[:, :, None] + torch.arange(size, device=self._device)).flatten(1)
+        return slots[:, begin - first_page * size : end - first_page * size]
 
     def _kept_tables(self, request: Request, group: Group) -> tuple[Tensor, ...]:
         """Admit a request to its row and write the row's tables and lengths; the tables per layer."""

@@ -162,6 +162,7 @@ class Engine(Uncopied):
             RequestError: no such tokens, empty, too long, or an id in use.
             ConfigError: sampling options that are wrong or that the engine does not have.
         """
+        came = self.thread.arrival_s or time.perf_counter()  # before a tokenizer takes its time
         self._check_open("add_request()")
         name = next(n for n in map(str, self._ids) if n not in self._tracker) if request_id is None else request_id
         if not isinstance(name, str):
@@ -170,7 +171,7 @@ class Engine(Uncopied):
         sampling = self._tracker.sampling_params(params, self.model.generation_config, len(ids))
         config = self.config if config is None else config
         seed = sampling.request_seed(name)
-        request = self._groups.request_of(config, name, ids, sampling, seed=seed, is_streamed=stream)
+        request = self._groups.request_of(config, name, ids, sampling, seed=seed, is_streamed=stream, arrival_s=came)
         checker = self._tracker.checker(request)
         self._accept(request, config)
         self._tracker.add(request, checker)

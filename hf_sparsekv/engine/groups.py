@@ -55,7 +55,7 @@ class Groups(Mapping[Hashable, Group]):
         self._live: Counter[Hashable] = Counter()
         self._idle: dict[Hashable, None] = {}
         """Keys without a live request, the longest idle first; never the engine's own."""
-        self._own_key: Hashable = _key(config)
+        self._own_key: Hashable = _Key(config)
         self._by_key: dict[Hashable, Group] = {self._own_key: self._new_group(config, memory.layers)}
 
     def __getitem__(self, key: Hashable) -> Group:
@@ -80,9 +80,10 @@ class Groups(Mapping[Hashable, Group]):
         """
         if not isinstance(config, SparseKVConfig):
             raise ConfigError(f"config must be a SparseKVConfig: got {shown(config)}")
-        key = _key(config)
-        if key in self._by_key:
-            return key, self._by_key[key].rows.plan
+        key = _Key(config)
+        for known, group in self._by_key.items():
+            if known == key:
+                return known, group.rows.plan  # the same object: looking it up compares no options
         return key, LayerPlan.build(config, self._memory.layers.shape)
 
     def request_of(
@@ -94,6 +95,7 @@ class Groups(Mapping[Hashable, Group]):
         *,
         seed: int,
         is_streamed: bool,
+        arrival_s: float | None = None,
     ) -> Request:
         """A request with what its configuration means for it; nothing is reserved yet.
 
@@ -108,7 +110,7 @@ class Groups(Mapping[Hashable, Group]):
             plan=plan,
             group=key,
             num_query_rows=_num_query_rows(config, plan),
-            arrival_s=time.perf_counter(),
+            arrival_s=time.perf_counter() if arrival_s is None else arrival_s,
             is_streamed=is_streamed,
             seed=seed,
         )
@@ -164,9 +166,21 @@ def _num_query_rows(config: SparseKVConfig, plan: LayerPlan) -> int | None:
     return {"none": 1, "last": config.observation_window, "all": None}[config.scorer_object.queries]
 
 
-def _key(config: SparseKVConfig) -> Hashable:
+class _Key:
     """What makes two configurations one: the same options, the same scorer object or one of the same class.
 
-    A name may have been registered anew since, with another class behind it.
+    A name may have been registered anew since, with another class behind it. The hash is taken once: groups are looked
+    up for every block that a step adds.
     """
-    return config, type(config.scorer_object)
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, config: SparseKVConfig) -> None:
+        self._parts = config, type(config.scorer_object)
+        self._hash = hash(self._parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Key) and self._parts == other._parts)

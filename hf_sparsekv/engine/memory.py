@@ -1,6 +1,7 @@
 """Initialise: how many blocks and rows fit, and the plan that says so."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from hf_sparsekv.cache.pages import PagePool
 from hf_sparsekv.cache.rows import RowState
@@ -72,13 +73,16 @@ class MemoryPlan:
             plan = shared_out(max(_SHORTEST, plan.longest()))  # shorter rows may be more rows: look again
         return plan
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bookkeeping of one row: tables, positions, scores, sampling options."""
-        return self.row_bytes_of(self.layers)
+        return self._row_bytes(self.layers)
 
     def row_bytes_of(self, layers: LayerPlan) -> int:
         """The same for requests of a configuration of their own."""
+        return self.row_bytes if layers is self.layers else self._row_bytes(layers)
+
+    def _row_bytes(self, layers: LayerPlan) -> int:
         rows = RowState.row_bytes(layers, layers.shape.num_kv_heads, self.block_size, self.max_model_len)
         return rows + self.sampler_row_bytes
 

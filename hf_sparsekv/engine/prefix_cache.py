@@ -34,6 +34,9 @@ class CachedBlock(NamedTuple):
     """One for each layer."""
 
 
+NO_PREFIX: Sequence[CachedBlock] = ()
+
+
 class PrefixCache(BlockPool):
     """A pool whose blocks may have several holders, and what is known of their tokens.
 
@@ -58,6 +61,8 @@ class PrefixCache(BlockPool):
         # Numbers and blocks in plain tuples of numbers, which Python's garbage collector need not look through.
         self._entries: OrderedDict[_Key, tuple[int, tuple[int, ...]]] = OrderedDict()
         self._last_number = _ROOT
+        self.num_holder_changes = 0
+        """Times that cached blocks got or lost holders: while it stands still, so does `num_held` of given entries."""
 
     @property
     def num_free(self) -> int:
@@ -101,6 +106,7 @@ class PrefixCache(BlockPool):
                 unheld.append(block)
             elif left == _CACHED:
                 self._num_idle += 1
+        self.num_holder_changes += 1
         self._free.extend(reversed(unheld))
 
     def _is_free_now(self, block: int) -> bool:
@@ -108,18 +114,28 @@ class PrefixCache(BlockPool):
 
     # --- prefixes -------------------------------------------------------------------------------------------------
 
-    def find(self, tokens: Sequence[int], most: int) -> list[CachedBlock]:
-        """The longest known prefix of `tokens` that has at most `most` tokens, block by block; nothing changes."""
-        found: list[CachedBlock] = []
-        number = _ROOT
-        for piece in self._pieces(tokens, most):
+    def find(
+        self, tokens: Sequence[int], most: int, before: Sequence[CachedBlock] = NO_PREFIX
+    ) -> Sequence[CachedBlock]:
+        """The longest known prefix of `tokens` that has at most `most` tokens, block by block; nothing changes.
+
+        Args:
+            tokens, most: what is looked for.
+            before: what was found the last time for the same. Only what came and went since is looked at: an entry
+                goes after all that continue it. Where that is nothing, the result is `before` itself.
+        """
+        found, entries = list(before), self._entries
+        while found and entries.get(found[-1].key, (None,))[0] != found[-1].number:
+            found.pop()
+        num_kept, number = len(found), found[-1].number if found else _ROOT
+        for piece in self._pieces(tokens, most, num_kept):
             key = (number, piece)
             entry = self._entries.get(key)
             if entry is None:
                 break
             number = entry[0]
             found.append(CachedBlock(key, *entry))
-        return found
+        return before if len(found) == num_kept == len(before) else found
 
     def num_held(self, blocks: Sequence[int]) -> int:
         """How many of these cached blocks somebody else than the cache holds too: sharing them takes nothing."""
@@ -138,6 +154,7 @@ class PrefixCache(BlockPool):
             if state[block] == _CACHED:
                 self._num_idle -= 1
             state[block] += _HELD
+        self.num_holder_changes += 1
         self._touch([entry.key for entry in prefix])
 
     def insert(self, tokens: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
@@ -184,7 +201,7 @@ class PrefixCache(BlockPool):
         self._num_idle -= len(unheld)
         self._free.extend(unheld)
 
-    def _pieces(self, tokens: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
+    def _pieces(self, tokens: Sequence[int], most: int, first: int = 0) -> Iterator[tuple[int, ...]]:
         size = self.block_size
-        for end in range(size, min(most, len(tokens)) + 1, size):
+        for end in range((first + 1) * size, min(most, len(tokens)) + 1, size):
             yield tuple(tokens[end - size : end])

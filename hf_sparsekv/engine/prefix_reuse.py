@@ -12,11 +12,9 @@ prefill is bounded, and selects while its prompt is read, neither leaves nor tak
 from collections.abc import Iterable, Iterator, Sequence
 
 from hf_sparsekv.engine.block_pool import BlockPool
-from hf_sparsekv.engine.prefix_cache import CachedBlock, PrefixCache
+from hf_sparsekv.engine.prefix_cache import NO_PREFIX, CachedBlock, PrefixCache
 from hf_sparsekv.engine.request import Request
 from hf_sparsekv.engine.tables import RequestTables
-
-NO_PREFIX: Sequence[CachedBlock] = ()
 
 
 class PrefixReuse:
@@ -24,28 +22,44 @@ class PrefixReuse:
 
     def __init__(self, pool: BlockPool) -> None:
         self._cache = pool if isinstance(pool, PrefixCache) else None
+        # Of the request that asked last: the queue's head asks again in every step until there is room.
+        self._head: Request | None = None
+        self._found = NO_PREFIX
+        self._shared: tuple[int, tuple[int, int]] | None = None
+        """What `num_shared` said of `_found`, after the count of holder changes."""
 
     def offers(self, request: Request) -> Iterator[Sequence[CachedBlock]]:
         """Prefixes that a request may begin with, the best first; the last one is `NO_PREFIX`."""
         if self._cache is not None and _is_exact(request) and request.num_query_rows is not None:
             most = request.prompt_length - max(1, request.num_query_rows)
-            prefix = self._cache.find(request.prompt_ids, most)
-            if prefix:
-                yield prefix
+            if request is not self._head:
+                self._head, self._found = request, NO_PREFIX
+            found = self._cache.find(request.prompt_ids, most, self._found)
+            if found is not self._found:
+                self._found, self._shared = found, None
+            if found:
+                yield found
         yield NO_PREFIX
 
     def num_shared(self, tables: RequestTables, prefix: Sequence[CachedBlock]) -> tuple[int, int]:
         """Blocks of a prefix that others hold, so that they take none of what is free: of all layers, of full ones."""
         if self._cache is None or not prefix:
             return 0, 0
+        changes = self._cache.num_holder_changes
+        if prefix is self._found and self._shared is not None and self._shared[0] == changes:
+            return self._shared[1]
         windows = set(tables.window_layers)
         in_windows = self._cache.num_held([entry.blocks[layer] for layer in windows for entry in prefix])
         full = [layer for layer in range(len(tables.blocks)) if layer not in windows]
         in_full = self._cache.num_held([entry.blocks[layer] for layer in full for entry in prefix])
-        return in_windows + in_full, in_full
+        shared = in_windows + in_full, in_full
+        if prefix is self._found:
+            self._shared = changes, shared
+        return shared
 
     def begin(self, request: Request, tables: RequestTables, prefix: Sequence[CachedBlock]) -> None:
         """Give a request that is being admitted its prefix; its tables are to be filled up after."""
+        self._head, self._found, self._shared = None, NO_PREFIX, None
         if self._cache is None or not prefix:
             return
         tables.begin_with(self._cache, prefix)

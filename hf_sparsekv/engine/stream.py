@@ -9,6 +9,7 @@ import atexit
 import itertools
 import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
@@ -40,6 +41,9 @@ class EngineThread:
         """By live request; the thread's alone."""
         self._outputs: deque[RequestOutput] | None = None
         """What is still to be delivered, while consumers are being told; the thread's alone."""
+        self.arrival_s: float | None = None
+        """While the thread takes a request in: when its client handed it in, by `time.perf_counter`. A step may have
+        been in progress then, which the client waits for too."""
         # All below belong to whoever holds `_changed`.
         self._changed = threading.Condition()
         self._commands: deque[tuple[Callable[[], None], Future[Any]]] = deque()
@@ -215,8 +219,10 @@ class EngineThread:
         """Have the thread add a request; its id, and what tells that it was accepted."""
         self.process.check()
         accepted: Future[None] = Future()
+        arrival_s = time.perf_counter()
 
         def command() -> None:
+            self.arrival_s = arrival_s
             try:
                 self._engine.add_request(prompt, params, config=config, request_id=name)
             except Exception as error:  # noqa: BLE001 (a prompt's or a tokenizer's: this consumer's alone)
@@ -224,6 +230,8 @@ class EngineThread:
                 _fail(consumer, error)
                 accepted.set_exception(error)
                 return
+            finally:
+                self.arrival_s = None
             self._routes[name] = consumer
             accepted.set_result(None)
 

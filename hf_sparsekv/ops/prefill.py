@@ -6,6 +6,7 @@ what is computed; only the LSE of a backend that hides it, which has to be named
 Shapes: B request, T query row, N key, H query head, K KV head, D head dim.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -111,7 +112,7 @@ def _problem(
         raise InputError(f"q is on {q.device}, k on {k.device}, v on {v.device}: move them to one device")
     return Problem(
         device=q.device.type,
-        compute_capability=torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else None,
+        compute_capability=_capability(q.device) if q.is_cuda else None,
         dtype=q.dtype if q.dtype == k.dtype == v.dtype else None,
         head_dim=q.shape[-1],
         is_causal=is_causal,
@@ -120,6 +121,12 @@ def _problem(
         is_empty=q.numel() == 0 or k.numel() == 0,
         is_single=is_single,
     )
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    """Major number of a GPU's compute capability."""
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def _check_bounds(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
@@ -135,5 +142,7 @@ def _check_bounds(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None
 
 def _laid_out_like(q: Tensor, output: Tensor) -> Tensor:
     """The output with the strides that the op's fake promises: those of `torch.empty_like(q)`."""
+    if q.is_contiguous() and output.is_contiguous():
+        return output  # without asking, once a layer
     strides = torch.empty_like(q, device="meta").stride()
     return output if output.stride() == strides else torch.empty_like(q).copy_(output)

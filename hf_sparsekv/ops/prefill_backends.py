@@ -158,11 +158,14 @@ def one_by_one(call: Call, form: LseForm | None, packed: Packed) -> tuple[Tensor
         form: how it leaves the LSE; None = it hides it.
         packed: the requests.
     Returns:
-        output [T, H, D] laid out as q, LSE fp32 [H, T], NaN where it is hidden.
+        output [T, H, D], LSE fp32 [H, T], NaN where it is hidden; of one request, as the call left them.
     """
-    num_heads = packed.q.shape[1]
+    num_heads, num_rows, num_keys = packed.q.shape[1], packed.q.shape[0], packed.k.shape[0]
+    if _is_one(packed) and num_keys >= num_rows > 0 and form is not None:
+        output, left = call(packed)
+        return output, _found(left, form, num_heads, num_rows)
     output = torch.empty_like(packed.q)
-    lse = torch.full((num_heads, packed.q.shape[0]), math.nan, dtype=torch.float32, device=packed.q.device)
+    lse = packed.q.new_full((num_heads, num_rows), math.nan, dtype=torch.float32)
     for rows, keys in _requests(packed):
         num_rows, num_keys = rows.stop - rows.start, keys.stop - keys.start
         if num_rows == 0:
@@ -176,9 +179,13 @@ def one_by_one(call: Call, form: LseForm | None, packed: Packed) -> tuple[Tensor
             continue
         output[rows], left = call(replace(packed, q=q, k=k, v=v, max_rows=num_rows, max_keys=num_keys))
         if form is not None:
-            assert left is not None, "a backend that has an LSE returned none"
-            lse[:, rows] = natural_lse(left, form, num_heads, num_rows)
+            lse[:, rows] = _found(left, form, num_heads, num_rows)
     return output, lse
+
+
+def _found(lse: Tensor | None, form: LseForm, num_heads: int, num_rows: int) -> Tensor:
+    assert lse is not None, "a backend that has an LSE returned none"
+    return natural_lse(lse, form, num_heads, num_rows)
 
 
 def cudnn(packed: Packed) -> tuple[Tensor, Tensor]:
@@ -278,11 +285,16 @@ def _padded(t: Tensor, length: int) -> Tensor:
     return padded
 
 
+def _is_one(packed: Packed) -> bool:
+    """Whether there is one request, which fills the tensors."""
+    lengths = packed.q.shape[0], packed.k.shape[0]
+    return packed.num_requests == 1 and (packed.max_rows, packed.max_keys) == lengths
+
+
 def _requests(packed: Packed) -> Iterator[tuple[slice, slice]]:
     """Rows and keys of each request."""
-    num_rows, num_keys = packed.q.shape[0], packed.k.shape[0]
-    if packed.num_requests == 1 and (packed.max_rows, packed.max_keys) == (num_rows, num_keys):
-        yield slice(0, num_rows), slice(0, num_keys)  # known without waiting for the GPU
+    if _is_one(packed):
+        yield slice(0, packed.q.shape[0]), slice(0, packed.k.shape[0])  # known without waiting for the GPU
         return
     rows, keys = torch.stack([packed.cu_seqlens_q, packed.cu_seqlens_k]).tolist()
     for b in range(packed.num_requests):

@@ -78,6 +78,8 @@ class ScoreInputs:
     inv_freq: Tensor | None = None
     """fp32 [D / 2], RoPE's inverse frequencies, for scorers that undo the rotation (rotate-half layout)."""
     layer_idx: int = 0
+    key_counts: Tensor | None = None
+    """int32 [B], every entry N, where the caller has it: layers of one prompt may share it. See `lengths`."""
     heads: HeadShard = ALL_HEADS
     """Which KV heads the tensors hold, for what must not depend on the number of ranks. Scores are per head: a score
     that is to be the same for all heads of a layer has to be summed over the ranks by the scorer itself."""
@@ -85,6 +87,8 @@ class ScoreInputs:
     @property
     def lengths(self) -> Tensor:
         """int32 [B], every entry N."""
+        if self.key_counts is not None:
+            return self.key_counts
         batch, _, num_keys, _ = self.keys.shape
         return torch.full((batch,), num_keys, dtype=torch.int32, device=self.keys.device)
 

@@ -1,6 +1,7 @@
 """`Engine.stream` and its thread, on a real engine: from many threads and event loops as from one caller."""
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -150,3 +151,39 @@ def test_a_consumer_may_abort_another_request_but_not_step(real):
     assert outputs[-1].token_ids == told[0].token_ids
     assert outputs[-1].finish_reason is FinishReason.ABORT
     tokens_of(outputs)
+
+
+STEP_S, CLOSE_S = 0.4, 0.2
+"""How long a step is made to take, and how far two clocks' times may be apart: a busy machine wakes threads late."""
+
+
+def test_the_time_to_the_first_token_is_the_clients_own_in_the_queue_and_in_the_middle_of_a_step(real, monkeypatch):
+    run = real._runner.run
+
+    def slowly(batch):
+        time.sleep(STEP_S)
+        return run(batch)
+
+    async def one(index, delay_s):
+        await asyncio.sleep(delay_s)
+        begin, first, last = time.perf_counter(), None, None
+        async for output in real.stream(PROMPTS[1 + index], SamplingParams(max_tokens=3, ignore_eos=True)):
+            first, last = first or time.perf_counter(), output
+        return first - begin, last.report
+
+    async def all_of_them():
+        # Eight for six rows: two wait. All but the first come while a step is running.
+        return await asyncio.gather(*(one(index, 0.0 if index == 0 else STEP_S / 4) for index in range(8)))
+
+    def sum_of_ttft():
+        return real.metrics.registry.get_sample_value("hf_sparsekv_time_to_first_token_seconds_sum")
+
+    before = sum_of_ttft()
+    monkeypatch.setattr(real._runner, "run", slowly)
+    results = asyncio.run(all_of_them())
+
+    for seen_s, report in results:
+        assert seen_s - CLOSE_S < report.ttft_s <= seen_s
+    queued = sorted(report.queue_s for _, report in results)
+    assert queued[0] < CLOSE_S and queued[1] > STEP_S / 2 and queued[-1] > 3 * STEP_S
+    assert sum_of_ttft() - before == pytest.approx(sum(report.ttft_s for _, report in results))

@@ -1,0 +1,71 @@
+"""The serving grid: it can be stopped, goes on where it was, and writes what `bench --json` writes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--shape", "tiny", "--device", "cpu", "--input-len", "24", "--concurrency", "2", "--num-requests", "2"]
+
+
+def grid(folder, *options, output_len=3):
+    command = [
+        sys.executable,
+        str(ROOT / "evals" / "serving_grid.py"),
+        str(folder),
+        *SMALL,
+        "--max-batch-tokens",
+        "256",
+        *options,
+    ]
+    return subprocess.run(
+        [*command, "--only", "published_1024", "--output-len", str(output_len)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("grid")
+    stopped = grid(folder, "--time-limit", "0")
+    assert (stopped.returncode, list(folder.iterdir())) == (1, []), stopped.stderr
+    assert stopped.stdout.count("not begun") == 2
+    done = grid(folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_a_file_is_a_report_of_the_bench_with_the_time_of_each_start(folder):
+    report = json.loads((folder / "serving_published_1024.json").read_text())
+    assert (report["kind"], report["method"]["budget"], report["workload"]["output_len"]) == ("serving", 1024, 3)
+    assert [run["case"] for run in report["runs"]] == ["sparse c=20 90%", "sparse c=64 90%"]
+    assert [run["engines_before"] for run in report["runs"]] == [0, 1]
+    for run in report["runs"]:
+        assert run["whole"]["output_tokens"] == 6 and run["num_failed"] == 0
+        assert 0 < run["start"]["engine_s"] < run["case_s"] and 0 < run["start"]["warmup_s"] < run["case_s"]
+
+
+def test_what_is_there_is_not_run_again_and_what_failed_is(folder):
+    path = folder / "serving_published_1024.json"
+    report = json.loads(path.read_text())
+    kept, lost = report["runs"]
+    report["runs"] = [kept, {"case": lost["case"], "error": "no memory"}]
+    path.write_text(json.dumps(report))
+    again = grid(folder)
+    assert again.returncode == 0 and again.stdout.count("there already") == 1, again.stdout + again.stderr
+    first, second = json.loads(path.read_text())["runs"]
+    assert first == kept and second["case"] == lost["case"] and "error" not in second
+
+
+def test_another_workload_does_not_enter_the_file(folder):
+    path = folder / "serving_published_1024.json"
+    before = path.read_text()
+    other = grid(folder, output_len=2)
+    assert other.returncode == 2 and "has another workload" in other.stdout
+    assert path.read_text() == before
