@@ -51,6 +51,9 @@ class Case:
     num_warmup: int | None = None
     """None = one for each client."""
     output_len: int = 500
+    input_len: int | None = None
+    """None = that of the command line."""
+    prefill: str = "exact"
 
     @property
     def name(self) -> str:
@@ -59,18 +62,30 @@ class Case:
         return f"{self.kind} c={self.concurrency} {memory}"
 
 
+def long_prompt(input_len: int, prefill: str) -> Case:
+    """One prompt at a time, its first token measured."""
+    file = f"long_{prefill}_{input_len // 1024}k"
+    lengths = {"input_len": input_len - 32, "output_len": 32}
+    return Case(file=file, kind="sparse", preset="balanced", concurrency=1, num_requests=3, prefill=prefill, **lengths)
+
+
+THREE_ROUNDS: dict[str, int] = {"num_requests": 192, "num_warmup": 16}
+
 CASES = (
-    *(Case(file="serving_balanced_512", kind="sparse", preset="balanced", concurrency=c) for c in (10, 20, 64)),
-    Case(file="serving_published_512", kind="sparse", concurrency=64),
+    Case(file="serving_published_512", kind="sparse", concurrency=64, **THREE_ROUNDS),
     Case(file="prefill_published_512", kind="sparse", concurrency=64, num_requests=64, num_warmup=8, output_len=1),
-    *(
-        Case(file=f"serving_published_{budget}", kind="sparse", budget=budget, concurrency=c)
-        for budget in (256, 1024)
-        for c in (20, 64)
-    ),
-    Case(file="serving_published_512", kind="dense", concurrency=10, kv_memory=5 * GIB),
-    Case(file="serving_published_512", kind="dense", concurrency=64, kv_memory=5 * GIB, num_requests=96, num_warmup=16),
+    *(Case(file="serving_balanced_512", kind="sparse", preset="balanced", concurrency=c) for c in (10, 20)),
+    Case(file="serving_balanced_512", kind="sparse", preset="balanced", concurrency=64, **THREE_ROUNDS),
+    Case(file="serving_published_512", kind="dense", concurrency=10, kv_memory=5 * GIB, num_requests=20, num_warmup=4),
+    Case(file="serving_published_512", kind="dense", concurrency=64, kv_memory=5 * GIB, num_requests=64, num_warmup=4),
     Case(file="serving_published_512", kind="transformers", concurrency=64, num_requests=64),
+    *(
+        Case(file=f"serving_published_{budget}", kind="sparse", budget=budget, concurrency=64, **THREE_ROUNDS)
+        for budget in (256, 1024)
+    ),
+    Case(file="serving_published_512", kind="sparse", concurrency=20, num_warmup=4),
+    *(Case(file=f"serving_published_{n}", kind="sparse", budget=n, concurrency=20, num_warmup=4) for n in (256, 1024)),
+    *(long_prompt(length, prefill) for length in (2**15, 2**17) for prefill in ("exact", "bounded")),
 )
 """In the order in which they run."""
 
@@ -110,13 +125,13 @@ def main() -> None:
 def plan_of(case: Case, options: argparse.Namespace) -> BenchPlan:
     """A bench of one case."""
     return BenchPlan(
-        input_len=options.input_len,
+        input_len=case.input_len or options.input_len,
         output_len=min(case.output_len, options.output_len),
         seed=0,
         kinds=(case.kind,),
         concurrencies=(options.concurrency or case.concurrency,),
         kv_memories=(case.kv_memory,),
-        method=skv.SparseKVConfig(preset=case.preset, budget=case.budget),
+        method=skv.SparseKVConfig(preset=case.preset, budget=case.budget, prefill=case.prefill),
         engine=skv.EngineConfig(max_batch_tokens=options.max_batch_tokens),
         num_requests=options.num_requests or case.num_requests,
         num_warmup=case.num_warmup,

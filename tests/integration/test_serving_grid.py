@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 def test_a_file_is_a_report_of_the_bench_with_the_time_of_each_start(folder):
     report = json.loads((folder / "serving_published_1024.json").read_text())
     assert (report["kind"], report["method"]["budget"], report["workload"]["output_len"]) == ("serving", 1024, 3)
-    assert [run["case"] for run in report["runs"]] == ["sparse c=20 90%", "sparse c=64 90%"]
+    assert [run["case"] for run in report["runs"]] == ["sparse c=64 90%", "sparse c=20 90%"]
     assert [run["engines_before"] for run in report["runs"]] == [0, 1]
     for run in report["runs"]:
         assert run["whole"]["output_tokens"] == 6 and run["num_failed"] == 0
