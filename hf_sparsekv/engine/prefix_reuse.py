@@ -7,6 +7,10 @@ the cache when it has been computed as a whole, in the step after: requests that
 Only keys and values of dense attention enter: those of prompts, and of outputs where every layer is full. What a
 window layer computed of its selection would be an approximation in every request that found it. So a request whose
 prefill is bounded, and selects while its prompt is read, neither leaves nor takes anything.
+
+Nor is a prompt left that is computed in chunks while a window layer keeps all of it: decoding will write over the only
+place that its keys have there. A second one from the first chunk on would be held for several steps, so that what
+might be shared later would keep out, or preempt, requests that share nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -39,7 +39,7 @@ def kv_bytes_available(runner: Runner, config: EngineConfig) -> int:
     tokens = torch.zeros(config.max_batch_tokens, dtype=torch.int64, device=device)
     positions = torch.arange(config.max_batch_tokens, device=device)
     index = torch.arange(min(config.max_num_seqs, config.max_batch_tokens), device=device)
-    with torch.no_grad():
+    with torch.inference_mode():  # as the runner does: layers are compiled for one mode
         runner.forward(_NoCache(), tokens, positions, index)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device)

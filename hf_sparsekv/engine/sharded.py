@@ -129,7 +129,7 @@ class _SharedEngine(Engine):
 
     def _initialise(self, kv_bytes: int) -> None:
         zero = torch.zeros(1, dtype=torch.int64, device=self.model.device)
-        with torch.no_grad():
+        with torch.inference_mode():
             self._runner.forward(_HeadCheck(self._shape.num_heads, self._shape.num_kv_heads), zero, zero, 0)
         super()._initialise(kv_bytes)
 

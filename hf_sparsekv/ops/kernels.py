@@ -300,7 +300,8 @@ class _Workspaces:
         key = (device, torch.cuda.current_stream(device).cuda_stream)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < num_bytes:
-            buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            with torch.inference_mode(False):  # others use it later, outside of that mode
+                buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             self._buffers[key] = buffer
         return buffer
 
