@@ -17,6 +17,7 @@ import json
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ CLI_PAGE = "reference/cli.md"
 SHOWN_RESULTS = (".json", ".png", ".svg")
 
 _MARKER = re.compile(r"<!-- (?P<kind>section|serving|equal|shapes|notebooks|scorers):(?P<argument>.+?) -->")
+_FORMULA = re.compile(
+    r'<(?P<tag>div|span) class="arithmatex">\\(?P<open>[\[(])(?P<latex>.+?)\\[\])]</(?P=tag)>', re.DOTALL
+)
 _LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 _PLACES = (("evals/results/", SITE_RESULTS), ("kernels/README.md", "how-to/build-kernels.md"), ("docs/", ""))
 """Links of documents at the repository's root, as the site has their targets."""
@@ -57,6 +61,31 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Put what belongs there in the place of a page's markers."""
     return filled(markdown, page.file.src_uri)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Put MathML, which browsers draw by themselves, in the place of a page's LaTeX."""
+    from latex2mathml.converter import convert
+
+    return with_formulas(html, convert)
+
+
+# --- formulas -----------------------------------------------------------------------------------------------------
+
+
+def with_formulas(html: str, to_mathml: Callable[..., str]) -> str:
+    """A page whose formulas, as pymdownx.arithmatex marks them, were converted.
+
+    Args:
+        html: of the page.
+        to_mathml: takes LaTeX and `display=`, "block" or "inline".
+    """
+
+    def made(formula: re.Match[str]) -> str:
+        display = "block" if formula["open"] == "[" else "inline"
+        return to_mathml(unescape(formula["latex"]).strip(), display=display)
+
+    return _FORMULA.sub(made, html)
 
 
 # --- markers ------------------------------------------------------------------------------------------------------

@@ -82,3 +82,12 @@ def test_every_marker_of_every_page_is_replaced(site):
     for path in sorted((ROOT / "docs").glob("**/*.md")):
         page = path.relative_to(ROOT / "docs").as_posix()
         assert not site._MARKER.search(site.filled(path.read_text(encoding="utf-8"), page)), page
+
+
+def test_formulas_need_nothing_from_the_network(site):
+    page = r"""<p>a <span class="arithmatex">\(a &lt; b\)</span>, <div class="arithmatex">\[
+x_1
+\]</div>"""
+    found = site.with_formulas(page, lambda latex, display: f"<math {display}>{latex}</math>")
+    assert found == "<p>a <math inline>a < b</math>, <math block>x_1</math>"
+    assert "http" not in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
