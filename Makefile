@@ -40,6 +40,7 @@ notebooks: setup
 	  --ExecutePreprocessor.timeout=600 notebooks/*.ipynb
 	$(BIN)/python -m nbconvert --to html --TagRemovePreprocessor.enabled=True \
 	  --TagRemovePreprocessor.remove_all_outputs_tags=quiet $(NOTEBOOKS_OUT)/*.ipynb
+	@sed -i.links 's/href="\([0-9a-z_]*\)\.ipynb"/href="\1.html"/g' $(NOTEBOOKS_OUT)/*.html && rm $(NOTEBOOKS_OUT)/*.links
 
 lint: setup
 	$(BIN)/ruff format --check .
