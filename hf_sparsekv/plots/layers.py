@@ -5,11 +5,9 @@ Shapes: L layer.
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from hf_sparsekv.errors import InputError, shown
 from hf_sparsekv.plan import LayerPlan
-from hf_sparsekv.plots.canvas import check_kind, check_numbers, new_figure, whole_numbers
+from hf_sparsekv.plots.canvas import check_kind, new_figure, whole_numbers
 from hf_sparsekv.profile.result import Profile
 from hf_sparsekv.scorers.checks import check_int
 
@@ -23,10 +21,9 @@ def layer_errors(profile: Profile) -> "Figure":
     Args:
         profile: of `hf_sparsekv.profile.measure`.
     Raises:
-        InputError: no profile, or errors that are not finite.
+        InputError: no profile.
     """
     check_kind("profile", profile, Profile)
-    check_numbers("output errors", torch.tensor([layer.output_error for layer in profile.layers]))
     figure = new_figure(9.0, 4.5)
     axis = figure.subplots()
     for c, budget in enumerate(profile.budgets):
@@ -48,15 +45,13 @@ def layer_magnitudes(profile: Profile) -> "Figure":
     Args:
         profile: of `hf_sparsekv.profile.measure`.
     Raises:
-        InputError: no profile, one without peaks, or magnitudes that are not finite.
+        InputError: no profile, or one without peaks.
     """
     check_kind("profile", profile, Profile)
     layers = profile.layers
     bare = [layer.layer_idx for layer in layers if not layer.peaks]
     if bare:
         raise InputError(f"the profile has no peaks of layer {bare[0]}: measure the model again")
-    magnitudes = [[layer.peaks[0].magnitude, layer.median_magnitude] for layer in layers]
-    check_numbers("magnitudes", torch.tensor(magnitudes))
     figure = new_figure(9.0, 6.0)
     upper, lower = figure.subplots(2, 1, sharex=True)
     upper.plot([layer.peaks[0].magnitude for layer in layers], marker=".", label="largest")
