@@ -40,7 +40,7 @@ Budget = int | float | tuple[int | float, ...]
 class SparseKVConfig:
     """How a sparse KV cache decides what to keep.
 
-    Options left at None take the scorer's published setting; an option that would have no effect raises.
+    Options left at None take the scorer's own setting; an option that would have no effect raises.
 
     Raises:
         ConfigError: an unknown, impossible, contradictory or ineffective option.

@@ -136,7 +136,7 @@ def _pieces(ids: Tensor, length: int, count: int) -> list[Tensor]:
     if count == 0:
         raise InputError(
             f"a text has {len(ids)} tokens, {length} are needed (the prompt and what is held out): give a longer text "
-            "or a smaller prompt_length"
+            "or a shorter prompt (prompt_length=, on the command line --length)"
         )
     if count == 1:
         return [ids[:length]]
