@@ -202,9 +202,8 @@ def _measured(
         output.write_text(found.to_json(), encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot write {output}: {error.strerror or error}") from error
-    calibrated = {"budget_shape": "calibrated", "plan": found, "budget": 1024, "full_layers": None}
     measured = found.measured
-    return method.with_(num_full_layers=None, pyramid_beta=None, **calibrated), [
+    return method.with_(budget_shape="calibrated", plan=found, pyramid_beta=None), [
         f"measured on {len(texts)} piece{'s' * (len(texts) > 1)} of {length:,} tokens, each continued and recited for "
         f"{rows} rows: summed "
         f"{measured['objective']} {measured['summed_error']:.3f} in {measured['cache_bytes']:,} of {target:,} bytes",
