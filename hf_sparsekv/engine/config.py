@@ -1,6 +1,7 @@
 """EngineConfig: what an engine may use, checked once."""
 
 from dataclasses import dataclass, fields
+from typing import Self
 
 from hf_sparsekv.errors import ConfigError
 
@@ -44,6 +45,14 @@ class EngineConfig:
     cuda_graphs: bool | None = None
     """Replay decode steps as CUDA graphs; None = on a GPU only."""
 
+    def __new__(cls, *_: object, **options: object) -> Self:
+        """Refuse unknown names, and say which there are."""
+        known = [f.name for f in fields(cls)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]!r}: EngineConfig has {', '.join(known)}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Check every number.
 
@@ -79,11 +88,7 @@ class EngineConfig:
 
     def with_(self, **changes: object) -> "EngineConfig":
         """A changed copy, checked again."""
-        known = {f.name: getattr(self, f.name) for f in fields(self)}
-        unknown = sorted(set(changes) - set(known))
-        if unknown:
-            raise ConfigError(f"unknown option {unknown[0]!r}: EngineConfig has {', '.join(known)}")
-        return EngineConfig(**(known | changes))
+        return EngineConfig(**({f.name: getattr(self, f.name) for f in fields(self)} | changes))
 
 
 def _check_int(name: str, value: object) -> None:
