@@ -207,5 +207,6 @@ def _measured(
         f"measured on {len(texts)} piece{'s' * (len(texts) > 1)} of {length:,} tokens, each continued and recited for "
         f"{rows} rows: summed "
         f"{measured['objective']} {measured['summed_error']:.3f} in {measured['cache_bytes']:,} of {target:,} bytes",
-        f"written to {output}; use it with --set budget_shape=calibrated --set plan={output}",
+        f"written to {output}; use it with --set budget_shape=calibrated --set plan={output}, and with the scorer "
+        f"that it was measured with, {method.scorer_object.name}",
     ]

@@ -49,6 +49,7 @@ def test_a_text_becomes_a_plan_that_configurations_take(folder, text, tmp_path, 
     assert code == 0, err
     assert "measured on 2 pieces of 200 tokens, each continued and recited for 64 rows" in out
     assert "% of dense" in out
+    assert "with the scorer that it was measured with, hybrid" in " ".join(out.split())
     values = json.loads(out_file.read_text())
     assert values["unit"] == unit
     assert values["measured"]["config"]["scorer"] == "hybrid"
