@@ -40,6 +40,7 @@ notebooks: setup
 	  --ExecutePreprocessor.timeout=600 notebooks/*.ipynb
 	$(BIN)/python -m nbconvert --to html --TagRemovePreprocessor.enabled=True \
 	  --TagRemovePreprocessor.remove_all_outputs_tags=quiet $(NOTEBOOKS_OUT)/*.ipynb
+	@sed -i.links 's/href="\([0-9a-z_]*\)\.ipynb"/href="\1.html"/g' $(NOTEBOOKS_OUT)/*.html && rm $(NOTEBOOKS_OUT)/*.links
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -65,7 +66,7 @@ eval: setup
 	$(call compare,perplexity) --tasks perplexity --lengths 2048 --seeds 1,3,5,7,9,11
 	$(call compare,needle_2k) --tasks needle --lengths 2048 --seeds 1
 	$(call compare,mmlu) --tasks mmlu --suite offline --lengths 1024 --limit 30
-	$(BIN)/hf-sparsekv eval --method published --tasks needle,perplexity --lengths 2048 --seeds 1,3,5 --dtype bfloat16 $(EVAL_ARGS) \
+	$(BIN)/hf-sparsekv eval --method published-layers --tasks needle,perplexity --lengths 2048 --seeds 1,3,5 --dtype bfloat16 $(EVAL_ARGS) \
 	  --out $(EVAL_DIR)/published_layers.jsonl --json $(EVAL_DIR)/published_layers.json
 	$(BIN)/python -m evals.tables
 

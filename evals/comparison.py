@@ -38,8 +38,9 @@ OURS: dict[str, dict[str, Any]] = {
 """The presets (the defaults are the first one), and what is new in them alone."""
 METHODS = PEERS | OURS
 """Options by the name of the method."""
-ALL, PUBLISHED = "all", "published"
-"""Names that stand for several: every method; the layers and budgets of `published_configs`."""
+ALL, PUBLISHED = "all", "published-layers"
+"""Names that stand for several: every method; the layers and budgets of `published_configs`, which are not those of the
+preset `published` (that one is the method `original`)."""
 
 PUBLISHED_LAYERS = 32
 PUBLISHED_WINDOW_LAYERS = (22, 26, 31)
@@ -85,7 +86,8 @@ def methods_of(names: Iterable[str], ratios: Sequence[float], overrides: Mapping
     made = []
     for name in dict.fromkeys(name for given in names for name in (METHODS if given == ALL else (given,))):
         if name not in METHODS:
-            raise ConfigError(f"methods are {', '.join([*METHODS, ALL, PUBLISHED])}: got {shown(name)}")
+            hint = " (the preset of that name is the method original)" if name == "published" else ""
+            raise ConfigError(f"methods are {', '.join([*METHODS, ALL, PUBLISHED])}: got {shown(name)}{hint}")
         options = METHODS[name] | dict(overrides)
         if "full_layers" in overrides:
             options.pop("num_full_layers", None)
@@ -117,7 +119,7 @@ def published_configs(num_layers: int) -> list[Method]:
         num_full = max(round((PUBLISHED_LAYERS - windows) * num_layers / PUBLISHED_LAYERS), 1)
         for budget in PUBLISHED_BUDGETS:
             if num_full < num_layers:
-                name = f"{PUBLISHED}-{num_layers - num_full}of{num_layers}-{budget}"
+                name = f"published-{num_layers - num_full}of{num_layers}-{budget}"
                 made[name] = {"num_full_layers": num_full, "budget": budget / PUBLISHED_LENGTH}
     return [Method(name=name, options=options) for name, options in made.items()]
 

@@ -64,7 +64,7 @@ def lines_of(reports: list[dict[str, Any]], part: str) -> dict[str, tuple[str, P
 def label_of(run: dict[str, Any], method: dict[str, Any]) -> str:
     """What distinguishes a line: engine, budget where there is one, memory."""
     size = run["kv_memory_bytes"]
-    memory = f"{run['memory_fraction']:.0%} of the GPU" if size is None else f"{size / 1e9:.3g} GB"
+    memory = f"{run['memory_fraction']:.0%} of the GPU" if size is None else f"{size / 2**30:.3g} GiB"
     budget = f" {method['budget']}" if run["engine"] == "sparse" else ""
     return f"{run['engine']}{budget}, {memory}"
 

@@ -16,6 +16,7 @@ from hf_sparsekv.scorers.checks import check_int
 
 FORMAT = 1
 UNITS = ("tokens", "fraction")
+_DECIDES = ("budget", "full_layers", "num_full_layers")
 _WHAT = "a budget plan (as hf-sparsekv plan --calibrate writes it)"
 
 
@@ -162,3 +163,8 @@ class BudgetPlan:
             check_int(where, budget, at_least=1)
         elif not isinstance(budget, float) or not isfinite(budget) or not 0.0 < budget < 1.0:
             raise ConfigError(f"{where} must be a fraction in (0, 1), or null to keep everything: got {shown(budget)}")
+
+
+def without_planned_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's options but those that a plan decides: what is left when another plan, or none, comes."""
+    return {name: value for name, value in values.items() if name not in _DECIDES}

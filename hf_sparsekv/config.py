@@ -6,11 +6,11 @@ A configuration knows no model: which layers exist and what they cost is `hf_spa
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields
 from sys import float_info
 from typing import Any, Self
 
-from hf_sparsekv.budget_plan import BudgetPlan
+from hf_sparsekv.budget_plan import BudgetPlan, without_planned_options
 from hf_sparsekv.errors import ConfigError, shown
 from hf_sparsekv.ops.reference.select import MAX_POOL_WIDTH
 from hf_sparsekv.option_values import (
@@ -40,7 +40,7 @@ Budget = int | float | tuple[int | float, ...]
 class SparseKVConfig:
     """How a sparse KV cache decides what to keep.
 
-    Options left at None take the scorer's published setting; an option that would have no effect raises.
+    Options left at None take the scorer's own setting; an option that would have no effect raises.
 
     Raises:
         ConfigError: an unknown, impossible, contradictory or ineffective option.
@@ -239,11 +239,13 @@ class SparseKVConfig:
         return cls.from_dict(parse_json_object(text, "a configuration"))
 
     def with_(self, **changes: Any) -> "SparseKVConfig":
-        """A copy with some options changed, checked again."""
-        if changes.get("preset") is None:
-            return replace(self, **changes)
+        """A copy with some options changed, checked again; another preset or plan ends what the old ones decided."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return type(self)(**without_preset_options(values) | changes)
+        if changes.get("preset") is not None:
+            values = without_preset_options(values)
+        if changes.get("plan", self.plan) is not self.plan:
+            values = without_planned_options(values)
+        return type(self)(**values | changes)
 
     # --- checks ---------------------------------------------------------------------------------------------------
 
@@ -282,10 +284,8 @@ class SparseKVConfig:
 
     def _check_layers(self) -> None:
         if self.num_full_layers is not None and self.full_layers is not None:
-            raise ConfigError(
-                f"give num_full_layers or full_layers, not both: got num_full_layers={shown(self.num_full_layers)} and "
-                f"full_layers={shown(self.full_layers)}"
-            )
+            both = f"num_full_layers={shown(self.num_full_layers)} and full_layers={shown(self.full_layers)}"
+            raise ConfigError(f"give num_full_layers or full_layers, not both: got {both}")
         if self.num_full_layers is None and self.full_layers is None:
             object.__setattr__(self, "num_full_layers", DEFAULT_NUM_FULL_LAYERS)
         if self.num_full_layers is not None:

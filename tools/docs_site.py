@@ -9,6 +9,10 @@
     <!-- parallel:parallel_tp1 parallel_tp2 -->   one model on several GPUs, against the same on one
     <!-- notebooks:notebooks -->                  the notebooks of a folder, each with its first paragraph
     <!-- scorers:3 -->                            the reference of every registered scorer, under headings of that level
+    <!-- commands:2 -->                           every subcommand with its options, likewise
+
+What stands between `<!-- host -->` and `<!-- /host -->` is for readers of the Markdown itself, on the repository's
+host: where to find what a page would hold here.
 
 Accuracy tables are not made here: `python -m evals.tables` writes them into the pages.
 """
@@ -18,6 +22,7 @@ import json
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +33,15 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "evals" / "results"
 SITE_RESULTS = "benchmarks/results/"
 """Where the site has the files of `RESULTS`."""
-CLI_PAGE = "reference/cli.md"
 SHOWN_RESULTS = (".json", ".png", ".svg")
 
-_MARKER = re.compile(r"<!-- (?P<kind>section|serving|equal|shapes|parallel|notebooks|scorers):(?P<argument>.+?) -->")
+_MARKER = re.compile(
+    r"<!-- (?P<kind>section|serving|equal|shapes|parallel|notebooks|scorers|commands):(?P<argument>.+?) -->"
+)
+_FOR_HOST = re.compile(r"<!-- host -->.*?<!-- /host -->\n*", re.DOTALL)
+_FORMULA = re.compile(
+    r'<(?P<tag>div|span) class="arithmatex">\\(?P<open>[\[(])(?P<latex>.+?)\\[\])]</(?P=tag)>', re.DOTALL
+)
 _LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 _PLACES = (("evals/results/", SITE_RESULTS), ("kernels/README.md", "how-to/build-kernels.md"), ("docs/", ""))
 """Links of documents at the repository's root, as the site has their targets."""
@@ -45,10 +55,9 @@ class SiteError(Exception):
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the page of the command line, and the files of results that pages show or link to."""
+    """Add the files of results that pages show or link to."""
     from mkdocs.structure.files import File
 
-    files.append(File.generated(config, CLI_PAGE, content=cli_page()))
     for path in sorted(RESULTS.iterdir()):
         if path.suffix in SHOWN_RESULTS:
             files.append(File.generated(config, SITE_RESULTS + path.name, abs_src_path=str(path)))
@@ -58,6 +67,31 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Put what belongs there in the place of a page's markers."""
     return filled(markdown, page.file.src_uri)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Put MathML, which browsers draw by themselves, in the place of a page's LaTeX."""
+    from latex2mathml.converter import convert
+
+    return with_formulas(html, convert)
+
+
+# --- formulas -----------------------------------------------------------------------------------------------------
+
+
+def with_formulas(html: str, to_mathml: Callable[..., str]) -> str:
+    """A page whose formulas, as pymdownx.arithmatex marks them, were converted.
+
+    Args:
+        html: of the page.
+        to_mathml: takes LaTeX and `display=`, "block" or "inline".
+    """
+
+    def made(formula: re.Match[str]) -> str:
+        display = "block" if formula["open"] == "[" else "inline"
+        return to_mathml(unescape(formula["latex"]).strip(), display=display)
+
+    return _FORMULA.sub(made, html)
 
 
 # --- markers ------------------------------------------------------------------------------------------------------
@@ -82,10 +116,12 @@ def filled(markdown: str, page: str) -> str:
             return notebooks(ROOT / argument)
         if kind == "scorers":
             return scorers(int(argument))
+        if kind == "commands":
+            return commands(int(argument))
         reports = [json.loads(_read(RESULTS / f"{name}.json")) for name in argument.split()]
         return parallel_table(reports) if kind == "parallel" else _TABLES[kind](*reports)
 
-    return _MARKER.sub(made, markdown)
+    return _MARKER.sub(made, _FOR_HOST.sub("", markdown))
 
 
 def section(text: str, heading: str, name: str) -> str:
@@ -159,17 +195,17 @@ def _read(path: Path) -> str:
 # --- the command line ---------------------------------------------------------------------------------------------
 
 
-def cli_page() -> str:
+def commands(level: int) -> str:
     """Markdown: every subcommand with its options, from the program itself."""
-    parts = [
-        "# Command line",
-        "Made from the program. `hf-sparsekv COMMAND --help` says the same in a terminal. A mistake ends in one line "
-        "on standard error and exit code 2.",
-    ]
+    parts = []
     for name in COMMANDS:
         command = load_command(name)
         context = command.make_context(f"hf-sparsekv {name}", [], resilient_parsing=True)
-        parts += [f"## {name}", "```\n" + _usage(command, context) + "\n```", inspect.cleandoc(command.help or "")]
+        parts += [
+            f"{'#' * level} {name}",
+            "```\n" + _usage(command, context) + "\n```",
+            inspect.cleandoc(command.help or ""),
+        ]
         panels: dict[str, list[Sequence[str]]] = {}
         for param in command.params:
             record = param.get_help_record(context)
@@ -178,7 +214,7 @@ def cli_page() -> str:
                 panels.setdefault(panel, []).append((f"`{record[0].strip()}`", " ".join(record[1].split())))
         for panel, rows in panels.items():
             parts += [f"**{panel}**", _markdown((panel.lower(), "meaning"), rows)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def _usage(command: Any, context: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -91,7 +92,10 @@ def machine_facts() -> dict[str, Any]:
 
 
 def _print_attention(console: Console, facts: dict[str, Any]) -> None:
-    table = Table(title="prefill attention: the first that can", title_justify="left")
+    table = Table(
+        title="prefill attention: the first that can", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.show_edge = table.pad_edge = False  # with the lines that the others have it is wider than 80 characters
     columns = ("here", "status", "lse", "dtypes", "head dims", "past")
     table.add_column("backend", no_wrap=True)
     for column in columns:

@@ -37,7 +37,8 @@ MethodsOption = Annotated[
     str | None,
     typer.Option(
         "--method",
-        help="Methods with commas: snapkv, tova, ...; all = every one, published = the published layers and budgets.",
+        help="Methods with commas: snapkv, tova, ...; all = every one; original = the preset published; "
+        "published-layers = nine published pairs of full layers and budgets, scored as by default.",
         rich_help_panel=_METHOD,
     ),
 ]

@@ -1,8 +1,10 @@
 """Loading a model for the command line: the cheap parts first, so that mistakes show before the weights load."""
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -26,6 +28,8 @@ from hf_sparsekv.hf.models import model_shape
 from hf_sparsekv.models_store import BUILTIN_ALIAS, resolve_model
 from hf_sparsekv.ops.prefill_choice import check_prompts
 
+MAX_REASON = 400
+"""Characters of what transformers says of a model that it cannot open."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -48,22 +52,53 @@ def open_model(name: str, *, trust_remote_code: bool, console: Console) -> Model
         InputError: there is no such model, or its files cannot be read.
     """
     with status(console, "opening the model") as update:
-        resolved = resolve_model(name, allow_fetch=True, progress=update)
-        is_offline = not Path(resolved.path_or_id).is_dir() and not is_hub_in_reach()
-        options = {"trust_remote_code": trust_remote_code, "local_files_only": is_offline}
+        files = _files_of(name, trust_remote_code, update)
+        config, tokenizer = files.read(AutoConfig, "model"), files.read(AutoTokenizer, "the tokenizer of model")
+    return ModelSource(files.path_or_id, config, tokenizer, trust_remote_code, files.is_offline)
+
+
+def open_config(name: str, *, trust_remote_code: bool, console: Console) -> PreTrainedConfig:
+    """Configuration of a model, for what reads no text and loads no weights.
+
+    Raises:
+        InputError: there is no such model, or its configuration cannot be read.
+    """
+    with status(console, "opening the model") as update:
+        config: PreTrainedConfig = _files_of(name, trust_remote_code, update).read(AutoConfig, "model")
+    return config
+
+
+@dataclass(frozen=True)
+class _ModelFiles:
+    """Where the files of a model are."""
+
+    name: str
+    """As the user calls it."""
+    path_or_id: str
+    trust_remote_code: bool
+    is_offline: bool
+
+    def read(self, kind: Any, what: str) -> Any:
+        """What one of transformers' Auto classes makes of them."""
         hub_logging.set_verbosity_error()  # each of its retries would be two lines; the failure is one of ours
+        options = {"trust_remote_code": self.trust_remote_code, "local_files_only": self.is_offline}
         try:
-            config = AutoConfig.from_pretrained(resolved.path_or_id, **options)
-            tokenizer = AutoTokenizer.from_pretrained(resolved.path_or_id, **options)
+            return kind.from_pretrained(self.path_or_id, **options)
         except (OSError, ValueError) as error:
-            if is_offline:
+            if self.is_offline:
                 reason = "HF_HUB_OFFLINE is set" if hub_constants.HF_HUB_OFFLINE else f"{hub_host()} cannot be reached"
                 raise InputError(
-                    f"cannot open model {name!r}: {reason} and the model is not in the local "
+                    f"cannot open {what} {self.name!r}: {reason} and the model is not in the local "
                     f"Hugging Face cache: connect, or give a local folder or {BUILTIN_ALIAS}"
                 ) from error
-            raise InputError(f"cannot open model {name!r}: {_first_line(error)}") from error
-    return ModelSource(resolved.path_or_id, config, tokenizer, trust_remote_code, is_offline)
+            raise InputError(f"cannot open {what} {self.name!r}: {_one_line(error)}") from error
+
+
+def _files_of(name: str, trust_remote_code: bool, update: Callable[[str], None]) -> _ModelFiles:
+    """Of a model by name; the built-in one is fetched when it is not there."""
+    place = resolve_model(name, allow_fetch=True, progress=update).path_or_id
+    is_offline = not Path(place).is_dir() and not is_hub_in_reach()
+    return _ModelFiles(name, place, trust_remote_code, is_offline)
 
 
 def hub_host() -> str:
@@ -103,7 +138,7 @@ def load_weights(source: ModelSource, *, dtype: str, device: str, console: Conso
                 local_files_only=source.is_offline,
             )
         except (OSError, ValueError) as error:
-            raise InputError(f"cannot load {source.path_or_id}: {_first_line(error)}") from error
+            raise InputError(f"cannot load {source.path_or_id}: {_one_line(error)}") from error
         return model.to(where).eval()  # type: ignore[no-any-return, arg-type]
 
 
@@ -146,5 +181,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def _one_line(error: Exception) -> str:
+    """What an error says, its lines joined: the first alone may end where the reasons begin."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_REASON else f"{text[: MAX_REASON - 3]}..."

@@ -86,7 +86,7 @@ def plan(
 ) -> None:
     """Show the layer plan of a model: kind, tokens and bytes per layer, and the total against dense."""
     with importing():
-        from hf_sparsekv.cli.loading import dtype_name, open_model, pick_device, pick_dtype
+        from hf_sparsekv.cli.loading import dtype_name, open_config, open_model, pick_device, pick_dtype
         from hf_sparsekv.hf.models import model_shape
         from hf_sparsekv.plan import LayerPlan
 
@@ -94,13 +94,17 @@ def plan(
     kind = pick_dtype(dtype, pick_device(device))
     text = _calibration_text(calibrate, compression, output, budget)
     method = build_config(config, preset, budget, num_full_layers, full_layers, scorer, set_)
-    source = open_model(model, trust_remote_code=trust_remote_code, console=console)
-    layers = LayerPlan.build(method, model_shape(source.config))
-    _check_length(length, source.config, console, is_read=text is not None)
     lines: list[str] = []
-    if text is not None and output is not None:
+    if text is None or output is None:
+        shown_config = open_config(model, trust_remote_code=trust_remote_code, console=console)
+        _warn_of_length(length, shown_config, console)
+    else:
+        source = open_model(model, trust_remote_code=trust_remote_code, console=console)
+        shown_config = source.config
+        LayerPlan.build(method, model_shape(shown_config))
+        _check_length(length, shown_config)
         method, lines = _measured(text, source, method, length, compression, pieces, kind, device, output, console)
-        layers = LayerPlan.build(method, model_shape(source.config))
+    layers = LayerPlan.build(method, model_shape(shown_config))
     if as_json:
         facts = {"model": model, "dtype": dtype_name(kind), "config": method.to_dict()}
         typer.echo(json.dumps(facts | json.loads(layers.to_json()), indent=2))
@@ -136,15 +140,24 @@ def _calibration_text(
     return text
 
 
-def _check_length(length: int, config: Any, console: Console, *, is_read: bool) -> None:
-    """Refuse to read, and warn of planning, more than a model was made for."""
+def _warn_of_length(length: int, config: Any, console: Console) -> None:
+    """Planning for more than a model was made for is allowed."""
     limit = max_tokens_of(config)
-    if limit is None or length <= limit:
-        return
-    reason = f"--length {length:,} is more than the {limit:,} positions that the model was made for"
-    if is_read:
-        raise ConfigError(f"{reason}: measure with shorter prompts")
-    console.print(f"[yellow]warning:[/] {reason}", highlight=False, soft_wrap=True)
+    if limit is not None and length > limit:
+        reason = f"--length {length:,} is more than the {limit:,} positions that the model was made for"
+        console.print(f"[yellow]warning:[/] {reason}", highlight=False, soft_wrap=True)
+
+
+def _check_length(length: int, config: Any) -> None:
+    """Refuse to read more than a model was made for."""
+    with importing():
+        from hf_sparsekv.profile import DEFAULT_HELD_OUT
+    limit = max_tokens_of(config)
+    if limit is not None and length + DEFAULT_HELD_OUT > limit:
+        raise ConfigError(
+            f"--length {length:,} and the {DEFAULT_HELD_OUT} tokens that follow it are more than the {limit:,} "
+            f"positions that the model was made for: measure with --length {max(1, limit - DEFAULT_HELD_OUT)} or less"
+        )
 
 
 def _measured(
@@ -189,10 +202,11 @@ def _measured(
         output.write_text(found.to_json(), encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot write {output}: {error.strerror or error}") from error
-    calibrated = {"budget_shape": "calibrated", "plan": found, "budget": 1024, "full_layers": None}
     measured = found.measured
-    return method.with_(num_full_layers=None, pyramid_beta=None, **calibrated), [
-        f"measured on {len(texts)} pieces of {length:,} tokens, each continued and recited for {rows} rows: summed "
+    return method.with_(budget_shape="calibrated", plan=found, pyramid_beta=None), [
+        f"measured on {len(texts)} piece{'s' * (len(texts) > 1)} of {length:,} tokens, each continued and recited for "
+        f"{rows} rows: summed "
         f"{measured['objective']} {measured['summed_error']:.3f} in {measured['cache_bytes']:,} of {target:,} bytes",
-        f"written to {output}; use it with --set budget_shape=calibrated --set plan={output}",
+        f"written to {output}; use it with --set budget_shape=calibrated --set plan={output}, and with the scorer "
+        f"that it was measured with, {method.scorer_object.name}",
     ]

@@ -1,6 +1,7 @@
 """EngineConfig: what an engine may use, checked once."""
 
 from dataclasses import dataclass, fields
+from typing import Self
 
 from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.ops.prefill_choice import check_known
@@ -48,6 +49,14 @@ class EngineConfig:
     """What reads prompts, by its name in `hf-sparsekv doctor`; None = what HF_SPARSEKV_ATTENTION names, or the first
     that can. It has to take rows after a past, as longer prompts and shared prefixes have them."""
 
+    def __new__(cls, *_: object, **options: object) -> Self:
+        """Refuse unknown names, and say which there are."""
+        known = [f.name for f in fields(cls)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]!r}: EngineConfig has {', '.join(known)}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Check every number.
 
@@ -85,11 +94,7 @@ class EngineConfig:
 
     def with_(self, **changes: object) -> "EngineConfig":
         """A changed copy, checked again."""
-        known = {f.name: getattr(self, f.name) for f in fields(self)}
-        unknown = sorted(set(changes) - set(known))
-        if unknown:
-            raise ConfigError(f"unknown option {unknown[0]!r}: EngineConfig has {', '.join(known)}")
-        return EngineConfig(**(known | changes))
+        return EngineConfig(**({f.name: getattr(self, f.name) for f in fields(self)} | changes))
 
 
 def _check_int(name: str, value: object) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Self
 
 from hf_sparsekv.errors import ConfigError
 
@@ -123,6 +123,11 @@ class SamplingParams:
     logprobs: int | None = None
     """Log-probabilities of the output: of the token itself and of this many most likely ones; None = none at all."""
 
+    def __new__(cls, *_: object, **options: object) -> Self:
+        """Refuse unknown names with a hint: `max_new_tokens` is what the other API calls it."""
+        _check_names(options)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Normalise sequences and check every option."""
         set_ = object.__setattr__
@@ -188,13 +193,7 @@ class SamplingParams:
         Raises:
             ConfigError: an option that the engine cannot honour, by name; see also the class.
         """
-        known = [f.name for f in fields(cls)]
-        for name in overrides:
-            if name not in known:
-                close = get_close_matches(name, known, n=1)
-                raise ConfigError(
-                    f"unknown option {name!r}: " + (f"did you mean {close[0]!r}?" if close else ", ".join(known))
-                )
+        _check_names(overrides)
         options = {name: value for name, value in vars(config).items() if not name.startswith("_")}
         options = {name: value for name, value in options.items() if not _asks_nothing(name, value)}
         values = {ours: options.pop(theirs) for theirs, ours in _TRANSLATED.items() if theirs in options}
@@ -208,6 +207,15 @@ class SamplingParams:
             instead = _INSTEAD.get(name, f"leave it out, or set config.{name} = None")
             raise ConfigError(f"{name}={value!r} is not supported by the engine: {instead}")
         return cls(**(values | overrides))
+
+
+def _check_names(options: Mapping[str, object]) -> None:
+    known = [f.name for f in fields(SamplingParams)]
+    for name in options:
+        if name not in known:
+            close = [_TRANSLATED[name]] if name in _TRANSLATED else get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(known)}"
+            raise ConfigError(f"unknown option {name!r}: {hint}")
 
 
 def _asks_nothing(name: str, value: object) -> bool:

@@ -20,7 +20,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """
     layers = getattr(model.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
-        raise ModelError(f"{type(model).__name__} has no list of decoder layers to compile: set compile=False")
+        raise ModelError(
+            f"{type(model).__name__} has no list of decoder layers to compile or watch: in the engine set compile=False"
+        )
     return layers
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_sparsekv.errors import ConfigError
+from hf_sparsekv.hf.models import text_config
 from hf_sparsekv.hf.observe import DenseRun, observed
 from hf_sparsekv.profile.result import Peak
+from hf_sparsekv.profile.texts import one_text
 from hf_sparsekv.scorers.checks import check_int
 
 MASSIVE_MAGNITUDE = 100.0
@@ -73,11 +74,11 @@ def activation_surface(model: Any, ids: Tensor, layer_idx: int) -> Surface:
         ids: int64 [1, T].
         layer_idx: which layer.
     Raises:
+        ModelError, InputError: no such model, or not one text that it can read.
         ConfigError: no such layer.
     """
-    check_int("layer_idx", layer_idx, at_least=0, at_most=model.config.get_text_config().num_hidden_layers - 1)
-    if ids.dim() != 2 or ids.shape[0] != 1:
-        raise ConfigError(f"ids must be one text, int64 [1, tokens]: got {list(ids.shape)}")
+    text = one_text(model, ids)
+    check_int("layer_idx", layer_idx, at_least=0, at_most=text_config(model.config).num_hidden_layers - 1)
     found: list[Surface] = []
 
     def look(layer: int, hidden: Tensor) -> None:
@@ -87,7 +88,7 @@ def activation_surface(model: Any, ids: Tensor, layer_idx: int) -> Surface:
             found.append(Surface(layer, _largest_of_cells(magnitude_TE, rows, columns).cpu(), rows, columns))
 
     with observed(model, on_hidden=look):
-        DenseRun(model).read(ids.to(model.device))
+        DenseRun(model).read(text)
     return found[0]
 
 

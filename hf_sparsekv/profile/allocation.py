@@ -10,7 +10,7 @@ from math import log
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_sparsekv.budget_plan import BudgetPlan
+from hf_sparsekv.budget_plan import UNITS, BudgetPlan
 from hf_sparsekv.errors import ConfigError, shown
 from hf_sparsekv.plan import LayerPlan, LayerSpec, ModelShape
 from hf_sparsekv.profile.result import Curve, Profile
@@ -36,10 +36,18 @@ def allocate(errors: Sequence[Sequence[float]], costs: Sequence[Sequence[int]], 
     Returns:
         The index of each row's choice; of equal errors the cheapest.
     Raises:
-        ConfigError: even the cheapest choices cost more.
+        ConfigError: even the cheapest choices cost more, a row whose errors and costs do not match, or an error that is
+            no number.
     """
+    if len(errors) != len(costs) or any(not row or len(row) != len(of) for row, of in zip(errors, costs, strict=False)):
+        raise ConfigError(
+            f"errors and costs must have the same rows of choices: got {shown([len(row) for row in errors])} and "
+            f"{shown([len(row) for row in costs])} choices"
+        )
     error_rows = [np.asarray(row, dtype=np.float64) for row in errors]
     cost_rows = [np.asarray(row, dtype=np.int64) for row in costs]
+    if not all(np.isfinite(row).all() for row in error_rows):
+        raise ConfigError("errors must be finite: one is NaN or infinite")
     cheapest = [int(row.min()) for row in cost_rows]
     if sum(cheapest) > limit:
         raise ConfigError(f"the cheapest choices cost {sum(cheapest)}, more than the limit {limit}")
@@ -83,11 +91,12 @@ def make_plan(
         unit: "tokens": the same budgets for every prompt; "fraction": the same shares.
         objective: which measured error is summed, see `OBJECTIVES`.
     Raises:
-        ConfigError: a size that no plan has, an unknown objective, or one that was not measured.
+        ConfigError: no profile, a size that no plan has, an unknown objective, or one that was not measured.
     """
-    if objective not in OBJECTIVES:
-        raise ConfigError(f"unknown objective {shown(objective)}: choose one of {', '.join(OBJECTIVES)}")
     check_int("element_bytes", element_bytes, at_least=1)
+    if unit not in UNITS:
+        raise ConfigError(f"unit must be one of {', '.join(UNITS)}: got {shown(unit)}")
+    _check_objective(profile, objective)
     curves = [_curve(profile, i, objective) for i in range(profile.shape.num_layers)]
     length, num_layers, shape = profile.prompt_length, profile.shape.num_layers, profile.shape
     choices = _choices(profile.budgets[0], length)
@@ -152,8 +161,24 @@ def summed_error(profile: Profile, tokens: Sequence[int], objective: str = DEFAU
         profile: of the model.
         tokens: per layer, from the profile's first budget to its prompt's length.
         objective: see `OBJECTIVES`.
+    Raises:
+        ConfigError: as in `make_plan`, or numbers of tokens that the profile says nothing of.
     """
+    _check_objective(profile, objective)
+    if len(tokens) != profile.shape.num_layers:
+        raise ConfigError(
+            f"tokens must have one entry for each of {profile.shape.num_layers} layers: got {len(tokens)}"
+        )
+    for i, kept in enumerate(tokens):
+        check_int(f"tokens of layer {i}", kept, at_least=profile.budgets[0], at_most=profile.prompt_length)
     return sum(_error_at(_curve(profile, i, objective), profile, t) for i, t in enumerate(tokens))
+
+
+def _check_objective(profile: Profile, objective: str) -> None:
+    if not isinstance(profile, Profile):
+        raise ConfigError(f"profile must be a Profile, as measure() returns it: got {shown(profile)}")
+    if objective not in OBJECTIVES:
+        raise ConfigError(f"unknown objective {shown(objective)}: choose one of {', '.join(OBJECTIVES)}")
 
 
 def _curve(profile: Profile, layer_idx: int, objective: str) -> Curve:

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_sparsekv.errors import InputError
 from hf_sparsekv.hf.models import model_shape
 from hf_sparsekv.hf.observe import AttentionCall, DenseRun, observed
 from hf_sparsekv.profile.result import Curve
+from hf_sparsekv.profile.texts import one_text
 from hf_sparsekv.scorers.base import row_chunks
 from hf_sparsekv.scorers.checks import check_int
+
+NUM_BLOCKS = 64
+"""Of an attention pattern's rows and columns."""
 
 
 def weight_chunks(call: AttentionCall) -> Iterator[tuple[slice, Tensor]]:
@@ -73,7 +76,7 @@ class AttentionStats:
         return tuple((self._best_CK[:, head] / self._num_rows).tolist())
 
 
-def attention_pattern(model: Any, ids: Tensor, *, num_blocks: int = 64) -> Tensor:
+def attention_pattern(model: Any, ids: Tensor, *, num_blocks: int | None = None) -> Tensor:
     """Where each layer's rows look, in blocks: fp32 [layers, num_blocks, num_blocks] on the CPU.
 
     Entry [l, i, j] is the softmax weight that a row of block i pays to block j of the keys, mean over the block's rows
@@ -82,14 +85,14 @@ def attention_pattern(model: Any, ids: Tensor, *, num_blocks: int = 64) -> Tenso
     Args:
         model: a causal language model.
         ids: int64 [1, N], one text.
-        num_blocks: into which its tokens are divided, at most N.
+        num_blocks: into which its tokens are divided, at most N; None = 64, or N if that is less.
     Raises:
-        InputError: not one text.
+        ModelError, InputError: no such model, or not one text that it can read.
         ConfigError: more blocks than tokens.
     """
-    if ids.dim() != 2 or ids.shape[0] != 1:
-        raise InputError(f"ids must be one text, int64 [1, tokens]: got {list(ids.shape)}")
-    num_tokens = ids.shape[1]
+    text = one_text(model, ids)
+    num_tokens = text.shape[1]
+    num_blocks = min(NUM_BLOCKS, num_tokens) if num_blocks is None else num_blocks
     check_int("num_blocks", num_blocks, at_least=1, at_most=num_tokens)
     block_N = torch.arange(num_tokens, device=model.device) * num_blocks // num_tokens
     patterns = torch.zeros(model_shape(model.config).num_layers, num_blocks, num_blocks, device=model.device)
@@ -103,5 +106,5 @@ def attention_pattern(model: Any, ids: Tensor, *, num_blocks: int = 64) -> Tenso
             pattern.index_add_(0, block_N[rows], by_block_RB)
 
     with observed(model, on_attention=look):
-        DenseRun(model).read(ids.to(model.device))
+        DenseRun(model).read(text)
     return (patterns / block_N.bincount(minlength=num_blocks)[:, None]).cpu()

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from hf_sparsekv.config import SparseKVConfig
-from hf_sparsekv.errors import ConfigError, shown
+from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.hf.models import check_model, model_shape, rope_inv_freq, text_config
 from hf_sparsekv.hf.observe import AttentionCall, DenseRun, observed
 from hf_sparsekv.plan import ModelShape
@@ -23,7 +23,7 @@ from hf_sparsekv.profile.attention import AttentionStats, weight_chunks
 from hf_sparsekv.profile.output_error import OutputErrors, cut_attention
 from hf_sparsekv.profile.result import HeadProfile, LayerProfile, Profile
 from hf_sparsekv.profile.selection import kept_masks, scores_at
-from hf_sparsekv.profile.texts import prompts_of
+from hf_sparsekv.profile.texts import check_length, prompts_of
 from hf_sparsekv.scorers.checks import check_int
 from hf_sparsekv.version import __version__
 
@@ -65,12 +65,13 @@ def measure(
         has_progress: draw a bar on stderr.
     Raises:
         ModelError: no model, or one with a feature that a sparse cache does not support.
-        InputError: no text, or one that is too short.
-        ConfigError: budgets that keep too little or the whole prompt, or another number out of range.
+        InputError: no text, or one that is too short, or longer than the model was made for.
+        ConfigError: budgets or another number out of range, or a model whose numbers overflow.
         ScoreError: the scorer returned something that cannot rank tokens.
     """
     check_model(model)
     config = SparseKVConfig() if config is None else config
+    _check_config(config)
     shape = model_shape(model.config)
     texts_BN = _texts(model, inputs, tokenizer, prompt_length, num_held_out, max_texts)
     length = texts_BN.shape[1] - num_held_out
@@ -94,6 +95,11 @@ def measure(
     )
 
 
+def _check_config(config: object) -> None:
+    if not isinstance(config, SparseKVConfig):
+        raise ConfigError(f"config must be a SparseKVConfig: got {shown(config)}")
+
+
 def _facts(model: Any) -> dict[str, str]:
     versions = {"hf_sparsekv": __version__, "torch": torch.__version__}
     return versions | {"dtype": str(model.dtype).removeprefix("torch.")}
@@ -106,13 +112,20 @@ def _texts(
     check_int("max_texts", max_texts, at_least=1)
     if prompt_length is not None:
         check_int("prompt_length", prompt_length, at_least=1)
-    return prompts_of(
+    texts_BN = prompts_of(
         inputs,
         tokenizer=tokenizer,
         vocab_size=text_config(model.config).vocab_size,
         length=None if prompt_length is None else prompt_length + num_held_out,
         max_texts=max_texts,
     )
+    check_length(model.config, texts_BN.shape[1])
+    if texts_BN.shape[1] <= num_held_out:
+        raise InputError(
+            f"the texts have {texts_BN.shape[1]} tokens and num_held_out={num_held_out} of them follow the prompt: "
+            "nothing is left to be one; give longer texts, or hold fewer out"
+        )
+    return texts_BN
 
 
 def ladder_of(budgets: Sequence[int | float] | None, length: int, config: SparseKVConfig) -> tuple[int, ...]:
@@ -131,6 +144,8 @@ def ladder_of(budgets: Sequence[int | float] | None, length: int, config: Sparse
         first = max(floor, round(SMALLEST_SHARE * length))
         steps = [first * (length / first) ** (i / NUM_RUNGS) for i in range(NUM_RUNGS)]
         return tuple(sorted({min(round(step), length - 1) for step in steps}))
+    if isinstance(budgets, str) or not isinstance(budgets, Sequence):
+        raise ConfigError(f"budgets must be a list of tokens or fractions, or None: got {shown(budgets)}")
     found = set()
     for budget in budgets:
         tokens = round(budget * length) if isinstance(budget, float) and 0 < budget < 1 else budget

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from math import isfinite
 from typing import Any, Self
 
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ConfigError, shown
 from hf_sparsekv.option_values import parse_json_object
 from hf_sparsekv.plan import ModelShape
+from hf_sparsekv.scorers.checks import check_int
 
 FORMAT = 1
 _WHAT = "a profile (as hf_sparsekv.profile.measure makes it)"
@@ -90,13 +92,19 @@ class Profile:
         """A profile may come from a file: it must be whole.
 
         Raises:
-            ConfigError: a layer, a head or a point of a curve is missing.
+            ConfigError: a layer, a head or a point of a curve is missing, or a number that no measurement has.
         """
+        for name in ("prompt_length", "num_held_out", "num_texts", "local_window"):
+            check_int(name, getattr(self, name), at_least=1)
         if len(self.layers) != self.shape.num_layers:
             raise ConfigError(f"the profile has {len(self.layers)} layers, its model {self.shape.num_layers}")
+        for budget in self.budgets:
+            check_int("a budget of the profile", budget, at_least=1, at_most=self.prompt_length - 1)
         if not self.budgets or list(self.budgets) != sorted(set(self.budgets)):
             raise ConfigError(f"the profile's budgets must ascend: got {shown(self.budgets)}")
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
+            if layer.layer_idx != i:
+                raise ConfigError(f"layer {i} of the profile says it is layer {shown(layer.layer_idx)}")
             curves = [layer.output_error, layer.residual_error, layer.logit_kl]
             curves += [c for head in layer.heads for c in (head.best_mass, head.kept_mass, head.output_error)]
             if len(layer.heads) != self.shape.num_kv_heads:
@@ -104,6 +112,15 @@ class Profile:
             if any(curve is not None and len(curve) != len(self.budgets) for curve in curves):
                 raise ConfigError(
                     f"layer {layer.layer_idx} of the profile lacks points for {len(self.budgets)} budgets"
+                )
+            numbers = [layer.median_magnitude, *(peak.magnitude for peak in layer.peaks)]
+            numbers += [n for head in layer.heads for n in (head.entropy, head.sink_mass, head.local_mass)]
+            numbers += [n for curve in curves if curve is not None for n in curve]
+            odd = [n for n in numbers if isinstance(n, bool) or not isinstance(n, (int, float)) or not isfinite(n)]
+            if odd:
+                raise ConfigError(
+                    f"layer {layer.layer_idx} of the profile has {shown(odd[0])} where a finite number must "
+                    "stand: a model that overflows in its dtype gives such, measure it in bfloat16 or float32"
                 )
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,6 +151,10 @@ class Profile:
         form = values.pop("format", None)
         if form != FORMAT:
             raise ConfigError(f"not {_WHAT}: format is {shown(form)}, this release reads {FORMAT}")
+        known = {f.name for f in fields(cls)}
+        for what, names in (("lacks", known - {"facts"} - set(values)), ("has an unknown", set(values) - known)):
+            if names:
+                raise ConfigError(f"not {_WHAT}: it {what} {shown(min(names))}")
         try:
             values["shape"] = ModelShape(**values["shape"])
             values["config"] = SparseKVConfig.from_dict(values["config"])

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hf_sparsekv import ops
 from hf_sparsekv.config import SparseKVConfig
-from hf_sparsekv.errors import InputError
 from hf_sparsekv.hf.models import model_shape, rope_inv_freq
 from hf_sparsekv.hf.observe import AttentionCall, DenseRun, observed
 from hf_sparsekv.plan import LayerPlan
+from hf_sparsekv.profile.texts import one_text
 from hf_sparsekv.scorers import ScoreInputs, TwoLists
 from hf_sparsekv.select import check_scores, select_kept
 
@@ -74,12 +74,11 @@ def prompt_selection(model: Any, ids: Tensor, config: SparseKVConfig) -> Selecti
         ids: int64 [1, N].
         config: its scorer, budgets and full layers.
     Raises:
-        InputError: not one prompt.
+        ModelError, InputError: no such model, or not one prompt that it can read.
         ConfigError: the configuration does not fit the model.
     """
-    if ids.dim() != 2 or ids.shape[0] != 1:
-        raise InputError(f"ids must be one prompt, int64 [1, tokens]: got {list(ids.shape)}")
-    shape, length = model_shape(model.config), ids.shape[1]
+    prompt = one_text(model, ids)
+    shape, length = model_shape(model.config), prompt.shape[1]
     plan = LayerPlan.build(config, shape)
     inv_freq = rope_inv_freq(model.config, shape.head_dim)
     scores_LKN = torch.zeros(shape.num_layers, shape.num_kv_heads, length)
@@ -96,5 +95,5 @@ def prompt_selection(model: Any, ids: Tensor, config: SparseKVConfig) -> Selecti
             kept_LKN[call.layer_idx] = kept_masks(found, [budget], config)[0].cpu()
 
     with observed(model, on_attention=look):
-        DenseRun(model).read(ids.to(model.device))
+        DenseRun(model).read(prompt)
     return Selection(scores_LKN, kept_LKN)

@@ -10,7 +10,43 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv.errors import InputError, shown
+from hf_sparsekv.hf.models import check_model, text_config
 from hf_sparsekv.model_inputs import check_text, model_inputs
+from hf_sparsekv.scorers.checks import check_int
+
+
+def one_text(model: Any, ids: Any) -> Tensor:
+    """Token ids int64 [1, N] on the model's device.
+
+    Args:
+        model: a causal language model.
+        ids: what is to be one text for it.
+    Raises:
+        ModelError: no model.
+        InputError: no ids, ids of several texts, or a text longer than the model was made for.
+    """
+    check_model(model)
+    if not isinstance(ids, Tensor):
+        raise InputError(f"ids must be one text, int64 [1, tokens]: got {shown(ids)}; text needs a tokenizer first")
+    checked = model_inputs(ids, None, text_config(model.config).vocab_size)["input_ids"]
+    if checked.shape[0] != 1:
+        raise InputError(f"ids must be one text, int64 [1, tokens]: got {list(checked.shape)}")
+    check_length(model.config, checked.shape[1])
+    return checked.long().to(model.device)
+
+
+def check_length(config: Any, num_tokens: int) -> None:
+    """Refuse what is longer than a model was made for: its rows would be measured where it knows nothing.
+
+    Raises:
+        InputError: too long.
+    """
+    limit: int | None = getattr(text_config(config), "max_position_embeddings", None)
+    if limit is not None and num_tokens > limit:
+        raise InputError(
+            f"a text of {num_tokens:,} tokens (what is held out included) is longer than the {limit:,} positions that "
+            "the model was made for: measure shorter ones"
+        )
 
 
 def prompts_of(inputs: Any, *, tokenizer: Any, vocab_size: int, length: int | None, max_texts: int) -> Tensor:
@@ -24,7 +60,11 @@ def prompts_of(inputs: Any, *, tokenizer: Any, vocab_size: int, length: int | No
         max_texts: pieces at most; each text gives about as many.
     Raises:
         InputError: no text or ids, a text that is shorter than one piece, or texts of several lengths and none given.
+        ConfigError: a length or a number of texts below 1.
     """
+    check_int("max_texts", max_texts, at_least=1)
+    if length is not None:
+        check_int("length", length, at_least=1)
     texts = [inputs] if isinstance(inputs, str) else inputs
     if isinstance(texts, Sequence):
         if not texts:
@@ -57,11 +97,17 @@ def recall_texts(texts: Tensor, *, num_held_out: int, lead: int) -> Tensor:
     Returns:
         int64 [B, N].
     Raises:
-        InputError: a prompt is too short to hold the stretch and its repetition.
+        InputError: no texts, or a prompt that is too short to hold the stretch and its repetition.
+        ConfigError: a number below 1.
     """
+    if not isinstance(texts, Tensor) or texts.dim() != 2:
+        given = list(texts.shape) if isinstance(texts, Tensor) else shown(texts)
+        raise InputError(f"texts must be token ids int64 [texts, tokens], see prompts_of: got {given}")
+    check_int("num_held_out", num_held_out, at_least=1)
+    check_int("lead", lead, at_least=1)
     length = texts.shape[1] - num_held_out
     room = length - 2 * lead - num_held_out
-    if lead < 1 or num_held_out < 1 or room < 0:
+    if room < 0:
         raise InputError(
             f"a prompt of {length} tokens cannot hold {lead} + {num_held_out} tokens and {lead} of them twice: "
             "take longer texts, or a smaller lead or num_held_out"
@@ -90,7 +136,7 @@ def _pieces(ids: Tensor, length: int, count: int) -> list[Tensor]:
     if count == 0:
         raise InputError(
             f"a text has {len(ids)} tokens, {length} are needed (the prompt and what is held out): give a longer text "
-            "or a smaller prompt_length"
+            "or a shorter prompt (prompt_length=, on the command line --length)"
         )
     if count == 1:
         return [ids[:length]]

@@ -10,6 +10,7 @@ from hf_sparsekv.scorers.registry import (
     register_scorer,
     scorer_names,
     scorer_table,
+    scorers_with,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "register_scorer",
     "scorer_names",
     "scorer_table",
+    "scorers_with",
 ]

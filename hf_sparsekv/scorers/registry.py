@@ -88,7 +88,7 @@ def build_scorer(scorer: str | Scorer, options: Mapping[str, Any]) -> Scorer:
         close = get_close_matches(scorer, _registry, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "see the list"
         raise ConfigError(f"unknown scorer {shown(scorer)}: {hint} (scorers: {', '.join(sorted(_registry))})")
-    known: list[str] = [f.name for f in fields(cls)] if is_dataclass(cls) else []
+    known = _option_names(cls)
     for name in options:
         if name not in known:
             choice = f"its options are {', '.join(known)}" if known else "it has no options"
@@ -111,6 +111,10 @@ def describe_scorer(scorer: Scorer, *, must_be_registered: bool = True) -> dict[
             "decorate its class with hf_sparsekv.register_scorer"
         )
     return {"name": scorer.name, "options": asdict(scorer) if is_dataclass(scorer) else {}}
+
+
+def _option_names(cls: type[Scorer]) -> list[str]:
+    return [f.name for f in fields(cls)] if is_dataclass(cls) else []
 
 
 def _check_class(cls: type[Scorer]) -> None:
@@ -137,6 +141,11 @@ def _check_class(cls: type[Scorer]) -> None:
         check_fraction(f"{cls.__name__}.decode_decay", cls.decode_decay)
     if cls.decode_gain is not None:
         check_gain(f"{cls.__name__}.decode_gain", cls.decode_gain)
+
+
+def scorers_with(option: object) -> list[str]:
+    """Names of the registered scorers that have such an option, sorted."""
+    return [name for name, cls in sorted(_registry.items()) if option in _option_names(cls)]
 
 
 def scorer_names() -> list[str]:

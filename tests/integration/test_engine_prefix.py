@@ -70,8 +70,23 @@ def assert_nothing_left(engine):
     assert not any(engine._blocks._state)
 
 
+CALIBRATED = skv.SparseKVConfig(
+    budget_shape="calibrated",
+    plan=skv.BudgetPlan(
+        num_heads=8, num_kv_heads=2, head_dim=16, unit="tokens", budgets=(40, None, 14), prompt_length=120
+    ),
+    num_sink_tokens=2,
+    num_recent_tokens=8,
+    observation_window=WINDOW,
+)
 CONFIGS = {
     "dense": DENSE,
+    "calibrated": CALIBRATED,
+    "calibrated in shares": CALIBRATED.with_(
+        plan=skv.BudgetPlan(
+            num_heads=8, num_kv_heads=2, head_dim=16, unit="fraction", budgets=(0.6, 0.2, None), prompt_length=120
+        )
+    ),
     "snapkv": SPARSE,
     "hybrid": SPARSE.with_(scorer="hybrid"),
     "keydiff": SPARSE.with_(scorer="keydiff"),

@@ -49,6 +49,7 @@ def test_a_text_becomes_a_plan_that_configurations_take(folder, text, tmp_path, 
     assert code == 0, err
     assert "measured on 2 pieces of 200 tokens, each continued and recited for 64 rows" in out
     assert "% of dense" in out
+    assert "with the scorer that it was measured with, hybrid" in " ".join(out.split())
     values = json.loads(out_file.read_text())
     assert values["unit"] == unit
     assert values["measured"]["config"]["scorer"] == "hybrid"
@@ -87,16 +88,38 @@ def test_json_holds_the_plan_that_was_measured(folder, text, tmp_path, capsys, m
         (["--calibrate", "TEXT", "-o", "OUT", "--budget", "300"], "hold every layer in full"),
         (["--calibrate", "TEXT", "-o", "OUT", "-l", "2000", "--budget", "64"], "has 700 tokens, 2064 are needed"),
         (["--calibrate", "TEXT", "-o", "OUT", "-l", "5000"], "more than the 4,096 positions"),
+        (
+            ["--calibrate", "TEXT", "-o", "OUT", "-l", "4033"],
+            "more than the 4,096 positions that the model was made for: measure with --length 4032 or less",
+        ),
+        (["--calibrate", "BINARY", "-o", "OUT"], "is not UTF-8 text"),
         (["--calibrate", "TEXT", "-o", "OUT", "-l", "30"], "nothing to evict"),
         (["--calibrate", "TEXT", "-o", "OUT", "-l", "100", "--budget", "64"], "cannot hold 32 + 64 tokens"),
     ],
 )
 def test_mistakes_are_one_line(folder, text, tmp_path, capsys, monkeypatch, arguments, message):
     (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "binary").write_bytes(bytes(range(255, 0, -1)))
     places = {"TEXT": text, "OUT": str(tmp_path / "out.json"), "EMPTY": str(tmp_path / "empty.txt")}
+    places["BINARY"] = str(tmp_path / "binary")
     given = [places.get(argument, argument) for argument in arguments]
     length = [] if "-l" in given else ["-l", "200"]
     code, _, err = run(capsys, monkeypatch, "-m", folder, *length, "--num-full-layers", "0", *given)
     assert code == 2
     assert message in " ".join(err.split())
     assert not (tmp_path / "out.json").exists()
+
+
+def test_planning_reads_no_text_and_needs_no_tokenizer(tmp_path, text, capsys, monkeypatch):
+    tiny_llama(num_layers=2).save_pretrained(tmp_path / "bare")
+    bare = str(tmp_path / "bare")
+    code, out, err = run(capsys, monkeypatch, "-m", bare, "-l", "200", "--budget", "80")
+    assert code == 0, err
+    assert "0-1  window" in out
+    code, _, err = run(
+        capsys, monkeypatch, "-m", bare, "--calibrate", text, "-o", str(tmp_path / "p.json"), "-l", "200"
+    )
+    assert code == 2
+    said = " ".join(err.split())
+    assert "cannot open the tokenizer of model" in said
+    assert not said.endswith(":"), "the reasons come after the colon"

@@ -18,7 +18,7 @@ def script():
     return module
 
 
-def figures(engine, concurrency, rate, *, memory=5 * 10**9):
+def figures(engine, concurrency, rate, *, memory=5 * 2**30):
     return {
         "engine": engine,
         "kv_memory_bytes": memory,
@@ -53,15 +53,15 @@ def test_a_line_is_an_engine_a_budget_and_a_memory(script):
         report(figures("sparse", 10, 6.0), figures("dense", 10, 5.0, memory=None), budget=256),
     ]
     assert script.lines_of(reports, "whole") == {
-        "sparse 512, 5 GB": ("sparse", [(10, 7.0, 0.1), (20, 9.0, 0.2)]),
-        "sparse 256, 5 GB": ("sparse", [(10, 6.0, 0.1)]),
+        "sparse 512, 5 GiB": ("sparse", [(10, 7.0, 0.1), (20, 9.0, 0.2)]),
+        "sparse 256, 5 GiB": ("sparse", [(10, 6.0, 0.1)]),
         "dense, 90% of the GPU": ("dense", [(10, 5.0, 0.1)]),
     }
 
 
 def test_of_the_same_point_the_last_counts(script):
     lines = script.lines_of([report(figures("dense", 10, 1.0)), report(figures("dense", 10, 2.0))], "whole")
-    assert lines == {"dense, 5 GB": ("dense", [(10, 2.0, 0.1)])}
+    assert lines == {"dense, 5 GiB": ("dense", [(10, 2.0, 0.1)])}
 
 
 def test_without_matplotlib_the_extra_is_named(script, monkeypatch, capsys, tmp_path):

@@ -83,6 +83,23 @@ def test_two_ranks_give_what_one_gives(program, folder, whole, changes):
     assert sum(preemptions[0]) > 0
 
 
+def test_a_calibrated_plan_is_kept_to_on_two_ranks(program, folder, whole):
+    """The plan is of the whole model; each rank has a share of its heads and all of its budgets."""
+    method = {"num_sink_tokens": 2, "num_recent_tokens": 8, "observation_window": 6, "budget_shape": "calibrated"}
+    shape = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 16, "prompt_length": 140}
+    plans = [
+        skv.BudgetPlan(unit="tokens", budgets=(21, None, 50), **shape),
+        skv.BudgetPlan(unit="fraction", budgets=(0.5, 0.1, None), **shape),
+    ]
+    configs = [skv.SparseKVConfig(plan=plan, **method).to_json() for plan in plans]
+    prompts, options = prompts_of(), program["OPTIONS"]
+    found = run_ranks(PROGRAM, "compare", 2, folder, configs, prompts, GREEDY, options)
+    assert_as_on_one(program, found, whole, configs, prompts, options)
+    for config, expected in zip(configs, ([21, 151, 50], [70, 14, 151]), strict=True):
+        for rank in found:
+            assert [{len(head) for head in layer} for layer in rank[config]["generate"][1]] == [{n} for n in expected]
+
+
 def test_prefixes_and_bounded_prefills_are_the_same_on_two_ranks(program, folder, whole):
     """Both ranks find the same in their prefix caches, or they would come to different steps and wait for ever."""
     bounded = SPARSE.with_(prefill="bounded", prefill_chunk_tokens=16, scorer="random")

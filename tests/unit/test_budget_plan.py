@@ -144,3 +144,18 @@ def test_one_ranks_part_of_the_model_is_no_other_model():
     assert [spec.budget for spec in LayerPlan.build(calibrated(), SHAPE.split(2)).layers] == [None, 100, 200]
     with pytest.raises(ConfigError, match="another model"):
         LayerPlan.build(calibrated(), ModelShape(num_layers=3, num_heads=4, num_kv_heads=1, head_dim=16))
+
+
+def test_another_plan_takes_the_place_of_what_was_decided_before():
+    first, second = (
+        BudgetPlan(num_heads=4, num_kv_heads=2, head_dim=16, unit="tokens", budgets=budgets, prompt_length=200)
+        for budgets in ((50, None, 60), (None, 70, 80))
+    )
+    config = SparseKVConfig(budget=99, num_sink_tokens=2).with_(budget_shape="calibrated", plan=first)
+    assert (config.full_layers, config.budget, config.num_sink_tokens) == ((1,), (50, 60), 2)
+    assert config.with_(plan=first) == config.with_(decay=None) == config
+    other = config.with_(plan=second)
+    assert (other.full_layers, other.budget) == ((0,), (70, 80))
+    assert config.with_(plan=None, budget_shape="uniform") == SparseKVConfig(num_sink_tokens=2)
+    with pytest.raises(ConfigError, match="budget=99 has no effect with budget_shape='calibrated'"):
+        config.with_(plan=second, budget=99)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,9 @@ def test_links_follow_a_text_to_its_page(site, link, page, moved):
 
 
 def test_every_option_of_every_command_is_on_the_page(site):
-    page = site.cli_page()
+    page = site.filled("<!-- commands:2 -->", "reference/cli.md")
     for name in COMMANDS:
-        part = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        part = f"\n{page}".split(f"\n## {name}\n")[1].split("\n## ")[0]
         for param in load_command(name).params:
             for option in (o for o in (*param.opts, *param.secondary_opts) if o.startswith("--")):
                 assert option in part, f"{name} {option}"
@@ -95,3 +96,29 @@ def test_several_gpus_stand_beside_one(site):
     found = site.parallel_table([report(1), report(2, decode_tokens_per_s=150.0, prefill_tokens_per_s=1900.0)])
     assert "| tiny | sparse | 10 | 1,000 | 1,900 (1.90x) | 100 | 150 (1.50x) | 10% |" in found
     assert "speed --tp 1\nspeed --tp 2" in found
+
+
+def test_formulas_need_nothing_from_the_network(site):
+    page = r"""<p>a <span class="arithmatex">\(a &lt; b\)</span>, <div class="arithmatex">\[
+x_1
+\]</div>"""
+    found = site.with_formulas(page, lambda latex, display: f"<math {display}>{latex}</math>")
+    assert found == "<p>a <math inline>a < b</math>, <math block>x_1</math>"
+    assert "http" not in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def test_a_page_that_the_site_fills_says_so_to_those_who_read_it_elsewhere(site):
+    for path in sorted((ROOT / "docs").glob("**/*.md")):
+        text, page = path.read_text(encoding="utf-8"), path.relative_to(ROOT / "docs").as_posix()
+        is_filled = bool(site._MARKER.search(text)) or "\n::: " in text
+        assert is_filled == ("<!-- host -->" in text), page
+        assert "host -->" not in site.filled(text, page), page
+        assert "`make docs` builds" not in site.filled(text, page), page
+
+
+def test_links_lead_somewhere_for_those_who_read_the_repository():
+    made_for_the_site = "results/"
+    for path in (ROOT / "README.md", ROOT / "kernels" / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))):
+        for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+            if not target.startswith(("http", "#", made_for_the_site)):
+                assert (path.parent / target.split("#")[0]).exists(), f"{path.name}: {target}"

@@ -41,3 +41,10 @@ def test_a_preset_can_be_named_in_a_file(tmp_path):
 def test_an_unknown_preset_is_refused():
     with pytest.raises(ConfigError, match="unknown preset 'best'"):
         build(preset="best")
+
+
+def test_an_option_of_a_scorer_is_shown_its_place():
+    hint = r"one of scorer hybrid: .*--set scorer_options='\{\"share\": \.\.\.\}'"
+    with pytest.raises(ConfigError, match=hint):
+        build(settings=["share=0.5"])
+    assert dict(build(settings=['scorer_options={"share": 0.25}']).scorer_options) == {"share": 0.25}

@@ -55,6 +55,8 @@ def test_a_changed_copy_is_checked_too_and_leaves_the_original():
         config.with_(max_batch_tokens=4)
     with pytest.raises(ConfigError, match="unknown option 'blocksize': EngineConfig has kv_memory_bytes"):
         config.with_(blocksize=4)
+    with pytest.raises(ConfigError, match="unknown option 'blocksize': EngineConfig has kv_memory_bytes"):
+        EngineConfig(blocksize=4)
 
 
 def test_it_is_frozen():

@@ -1,5 +1,9 @@
 """SamplingParams: checks, seeds, and the translation of a GenerationConfig."""
 
+import copy
+import pickle
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -202,6 +206,12 @@ def test_lengths_with_the_prompt_give_way_to_those_without_as_in_generate():
 def test_an_unknown_override_gets_a_suggestion():
     with pytest.raises(ConfigError, match="unknown option 'max_new_tokens': did you mean 'max_tokens'"):
         SamplingParams.from_generation_config(GenerationConfig(), EOS, max_new_tokens=3)
+    with pytest.raises(ConfigError, match="unknown option 'max_new_tokens': did you mean 'max_tokens'"):
+        SamplingParams(max_new_tokens=3)
+    with pytest.raises(ConfigError, match=r"unknown option 'xyzzy': options are max_tokens, .*logprobs"):
+        SamplingParams(xyzzy=3)
+    params = SamplingParams(max_tokens=3, stop_strings=("a",))
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == replace(params) == params
 
 
 @pytest.mark.parametrize("eos", [2.5, "x", [2, 2.5], -1, True, {1: 2}, [[2]]], ids=str)

@@ -59,6 +59,10 @@ def test_methods_are_chosen_by_name():
     assert SparseKVConfig.from_dict(one.options).full_layers == (1,)
     for arguments, words in (
         ((["snapkw"], [], {}), "'snapkw'"),
+        (
+            (["published"], [], {}),
+            r"published-layers: got 'published' \(the preset of that name is the method original",
+        ),
         ((["snapkv"], [1], {}), "more than 1: got 1"),
         ((["snapkv"], [float("nan")], {}), "more than 1"),
         ((["snapkv"], [2], {"budget": 64}), "decides the budget"),

@@ -120,3 +120,17 @@ def test_each_op_says_where_its_kernel_is(monkeypatch, tmp_path):
     kernels = machine_facts()["kernels"]
     assert {op for op, kernel in kernels.items() if kernel == str(library)} == set(KERNELS)
     assert set(kernels.values()) == {str(library), "none is written"}
+
+
+def test_the_table_of_backends_fits_into_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    doctor()
+    printed = capsys.readouterr().out.split("prefill attention")[1].split("whole prompts")[0].splitlines()
+    head = next(line for line in printed if line.startswith("backend"))
+    assert head.split() == ["backend", "here", "status", "dtypes", "head", "dims", "packed", "past"]
+    rows = [line for line in printed if line.split(" ")[0] in {backend.name for backend in BACKENDS}]
+    assert len(rows) == len(BACKENDS)
+    for row, backend in zip(rows, BACKENDS, strict=True):
+        assert row.split()[-1] == ("yes" if backend.allows_past else "no")

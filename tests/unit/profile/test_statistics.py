@@ -119,7 +119,7 @@ def test_what_cannot_be_measured_is_refused(inputs, message):
         ({"layers": []}, "0 layers, its model 4"),
         ({"budgets": [80, 40, 160, 320]}, "budgets must ascend"),
         ({"budgets": [40, 80]}, "lacks points for 2 budgets"),
-        ({"colour": 1}, "unexpected keyword argument 'colour'"),
+        ({"colour": 1}, "it has an unknown 'colour'"),
         ({"layers": 3}, "not iterable"),
     ],
 )
