@@ -16,7 +16,7 @@ from hf_sparsekv.hf.sharding import shard_of_call
 from hf_sparsekv.ops.prefill_choice import using
 
 if TYPE_CHECKING:
-    from hf_sparsekv.hf.cache_adapter import CacheLayer
+    from hf_sparsekv.hf.cache_layer import CacheLayer
 
 LAYER_KEYWORD = "sparsekv_layer"
 """How a cache layer reaches the attention function on transformers >= 5.24: injected into the call's kwargs."""

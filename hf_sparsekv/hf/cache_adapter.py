@@ -3,13 +3,13 @@
 import copy
 import operator
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from hf_sparsekv.attention.forward import begin_forward
 from hf_sparsekv.attention.prompt import finish_prompt
@@ -17,7 +17,7 @@ from hf_sparsekv.cache.layer import FullLayer, WindowLayer
 from hf_sparsekv.cache.padding import Padding
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import CacheError, ConfigError, InputError
-from hf_sparsekv.hf.attention import LAYER_ATTRIBUTE, LAYER_KEYWORD
+from hf_sparsekv.hf.cache_layer import CacheLayer, ForwardStep
 from hf_sparsekv.hf.dense import DEFAULT
 from hf_sparsekv.hf.models import model_shape, rope_inv_freq, text_config
 from hf_sparsekv.hf.register import ATTENTION_NAME, is_registered
@@ -25,96 +25,6 @@ from hf_sparsekv.hf.report import build_report
 from hf_sparsekv.ops.prefill_choice import check_known, named
 from hf_sparsekv.plan import LayerPlan, ModelShape
 from hf_sparsekv.scorers.base import ALL_HEADS, HeadShard
-
-
-@dataclass(frozen=True)
-class ForwardStep:
-    """What one forward pass is to a layer."""
-
-    is_decode: bool
-    is_prompt_end: bool
-
-
-class CacheLayer(CacheLayerMixin):
-    """One layer of a `SparseKVCache`, as transformers sees it. What it holds is in `state`."""
-
-    is_sliding = False
-    is_croppable = False
-
-    def __init__(self, cache: "SparseKVCache", state: FullLayer) -> None:
-        """Wrap a layer's storage."""
-        super().__init__()
-        self.cache = cache
-        self.state = state
-        self.is_awaiting_attention = False
-
-    def begin(self, query: Tensor, mask: Tensor | None, scale: float, config: PreTrainedConfig | None) -> ForwardStep:
-        """Called by the attention function: says what this pass is, after the cache has prepared for it.
-
-        Args:
-            query, mask, scale: as the attention function got them.
-            config: what the attention module reads, if it has one.
-        """
-        self.is_awaiting_attention = False
-        return self.cache._begin(self.state, query, mask, scale, config)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: storage takes its shape from the first keys."""
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hand this layer over to the attention function, which stores and attends in one go."""
-        self.is_initialized = self.is_awaiting_attention = True
-        call_kwargs = kwargs.get("kwargs")
-        if call_kwargs is not None:
-            call_kwargs[LAYER_KEYWORD] = self
-            return key_states, value_states
-        key_states = key_states.view_as(key_states)  # a view of our own to carry the layer
-        setattr(key_states, LAYER_ATTRIBUTE, self)
-        return key_states, value_states
-
-    def require_attention(self) -> None:
-        """Refuse to go on after an update that our attention function never got.
-
-        Raises:
-            CacheError: the model uses another one. Nothing was stored, so the cache is still good.
-        """
-        if not self.is_awaiting_attention:
-            return
-        self.is_awaiting_attention = False
-        raise self.cache._wrong_attention()
-
-    def get_seq_length(self) -> int:
-        """Tokens seen, padding columns included; not what is stored."""
-        return self.cache.padding.num_columns
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Mask over everything seen and the new tokens."""
-        return self.cache.padding.num_columns + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit on tokens seen."""
-        return -1
-
-    def reset(self) -> None:
-        """Reset the whole cache: its layers share one history."""
-        self.cache.reset()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder this layer's requests; `SparseKVCache.reorder_cache` also moves the shared history."""
-        self.state.select_rows(beam_idx)
-
-    def crop(self, *args: int) -> NoReturn:
-        """Layers are never cropped one by one."""
-        raise CacheError("crop the whole cache, not one layer of it")
-
-    def offload(self) -> NoReturn:
-        """A layer stays where the model's layer is."""
-        raise CacheError("a sparse cache cannot be offloaded: it is small; use a smaller budget, or the dense cache")
-
-    def prefetch(self) -> NoReturn:
-        """There is nothing to fetch back, see `offload`."""
-        self.offload()
 
 
 class SparseKVCache(Cache):
@@ -303,11 +213,25 @@ class SparseKVCache(Cache):
         copied = memo[id(self)] = type(self).__new__(type(self))
         for name, value in vars(self).items():
             setattr(copied, name, copy.deepcopy(value, memo))
+        copied._take_layers()
         return copied
+
+    def __copy__(self) -> "SparseKVCache":
+        """A deep copy: two caches cannot share what decoding changes."""
+        return copy.deepcopy(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickles: what the model's configuration says now is of no use to another process."""
         return {**vars(self), "_live_config": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """From a pickle."""
+        vars(self).update(state)
+        self._take_layers()
+
+    def _take_layers(self) -> None:
+        for layer in self.layers:
+            layer.belong_to(self)
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,9 @@
 """What may be done to a cache between two passes: copies, pickles, rows, casts; and what is refused by name."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("registered")
 
 SMALL = skv.SparseKVConfig(num_full_layers=1, budget=24, num_recent_tokens=8, observation_window=8)
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
-COPIES = [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]
-IDS = ["deepcopy", "pickle"]
+COPIES = [copy.deepcopy, copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))]
+IDS = ["deepcopy", "copy", "pickle"]
 
 
 def feed(model, cache, ids):
@@ -51,7 +53,7 @@ def test_a_copy_on_a_model_with_another_attention_is_refused_and_stays_good(mode
     model.set_attn_implementation("sdpa")
     # Where no model is known yet, sdpa may stumble over the mask of several tokens before we notice.
     error, message = skv.CacheError, r"attn_implementation='sparsekv'.*set_attn_implementation"
-    if copied is not copy.deepcopy and num_new > 1:
+    if copied is COPIES[-1] and num_new > 1:
         error, message = RuntimeError, None
     with pytest.raises(error, match=message):
         feed(model, twin, ids)
@@ -198,3 +200,19 @@ def test_without_our_cache_gradients_are_those_of_sdpa(model):
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad.clone())
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("copied", [lambda cache: cache, *COPIES], ids=["itself", *IDS])
+def test_the_memory_of_a_cache_goes_with_it_without_a_garbage_collection(model, copied):
+    gc.collect()
+    gc.disable()
+    try:
+        cache = copied(used_cache(model))
+        feed(model, cache, torch.randint(3, 256, (2, 1)))
+        layer, keys = cache.layers[0], weakref.ref(cache.layers[1].state.stored_keys)
+        del cache
+        assert keys() is None
+    finally:
+        gc.enable()
+    with pytest.raises(skv.CacheError, match="keep the cache, not only its layers"):
+        layer.reset()
