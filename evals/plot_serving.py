@@ -62,11 +62,13 @@ def lines_of(reports: list[dict[str, Any]], part: str) -> dict[str, tuple[str, P
 
 
 def label_of(run: dict[str, Any], method: dict[str, Any]) -> str:
-    """What distinguishes a line: engine, budget where there is one, memory."""
+    """What distinguishes a line: engine, scorer, full layers and budget where there is one, memory."""
     size = run["kv_memory_bytes"]
     memory = f"{run['memory_fraction']:.0%} of the GPU" if size is None else f"{size / 2**30:.3g} GiB"
-    budget = f" {method['budget']}" if run["engine"] == "sparse" else ""
-    return f"{run['engine']}{budget}, {memory}"
+    if run["engine"] != "sparse":
+        return f"{run['engine']}, {memory}"
+    full = f"{method['num_full_layers']} full + " if method.get("num_full_layers") else ""
+    return f"{method['scorer']}, {full}{method['budget']}, {memory}"
 
 
 def draw(reports: list[dict[str, Any]], part: str, output: Path) -> None:

@@ -30,10 +30,10 @@ def figures(engine, concurrency, rate, *, memory=5 * 2**30):
     }
 
 
-def report(*runs, budget=512):
+def report(*runs, budget=512, scorer="hybrid", num_full_layers=0):
     return {
         "kind": "serving",
-        "method": {"budget": budget},
+        "method": {"budget": budget, "scorer": scorer, "num_full_layers": num_full_layers},
         "model": {"name": "tiny", "dtype": "float32"},
         "device": {"name": "a machine"},
         "workload": {"input_len": 4, "output_len": 2},
@@ -47,14 +47,16 @@ def draw(script, monkeypatch, capsys, *arguments):
     return script.main(), capsys.readouterr().err
 
 
-def test_a_line_is_an_engine_a_budget_and_a_memory(script):
+def test_a_line_is_a_method_or_an_engine_and_a_memory(script):
     reports = [
         report(figures("sparse", 20, 9.0), figures("sparse", 10, 7.0), {"engine": "dense", "error": "no room"}),
         report(figures("sparse", 10, 6.0), figures("dense", 10, 5.0, memory=None), budget=256),
+        report(figures("sparse", 10, 4.0), scorer="snapkv", num_full_layers=3),
     ]
     assert script.lines_of(reports, "whole") == {
-        "sparse 512, 5 GiB": ("sparse", [(10, 7.0, 0.1), (20, 9.0, 0.2)]),
-        "sparse 256, 5 GiB": ("sparse", [(10, 6.0, 0.1)]),
+        "hybrid, 512, 5 GiB": ("sparse", [(10, 7.0, 0.1), (20, 9.0, 0.2)]),
+        "hybrid, 256, 5 GiB": ("sparse", [(10, 6.0, 0.1)]),
+        "snapkv, 3 full + 512, 5 GiB": ("sparse", [(10, 4.0, 0.1)]),
         "dense, 90% of the GPU": ("dense", [(10, 5.0, 0.1)]),
     }
 
