@@ -99,7 +99,8 @@ def _print_attention(console: Console, facts: dict[str, Any]) -> None:
     columns = ("here", "status", "lse", "dtypes", "head dims", "past")
     table.add_column("backend", no_wrap=True)
     for column in columns:
-        table.add_column(column, min_width=9 if column == "here" else None)
+        width = len("(2026-11-30)") if column == "status" else None
+        table.add_column(column, min_width=9 if column == "here" else None, width=width)
     for name, backend in facts["backends"].items():
         table.add_row(name, *[backend[column] for column in columns])
     console.print(table)

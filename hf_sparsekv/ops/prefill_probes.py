@@ -30,7 +30,7 @@ FUNCTIONS = {
 MINIMUM_FLASH_ATTN_2 = (2, 8)
 """The oldest flash-attn whose packed LSE is [H, T] in every case; it also aligns the causal mask bottom-right."""
 KNOWN_FLASHINFER = ((0, 6), (0, 8))
-"""From, and below: the versions of FlashInfer whose function is known to take our arguments and to give a log2."""
+"""From, and below: the versions of FlashInfer whose function is known to take our arguments."""
 NVCC_FOLDERS = ("CUDA_HOME", "CUDA_PATH")
 """Variables that name the CUDA toolkit, in the order in which FlashInfer asks for them."""
 LSE_NAMES = ("softmax_logsumexp", "logsumexp")

@@ -1,6 +1,5 @@
 """What each prefill backend can do, as data: one row each, in the order in which they are tried."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -67,7 +66,7 @@ class Backend:
     is_definition: bool
     """Takes everything, masks and empty tensors included."""
     lse: LseForm | None
-    """None: it hides the LSE; scorers compute what they need of it themselves."""
+    """None: it hides the LSE, or gives one that is too rough; scorers compute what they need of it themselves."""
     status: Status
     call: Call
     is_on_request: bool = False
@@ -88,8 +87,8 @@ class Backend:
 
     @property
     def lse_text(self) -> str:
-        """How it gives the LSE: hidden, natural or log2."""
-        return "hidden" if self.lse is None else "natural" if self.lse.base == math.e else f"log{self.lse.base:g}"
+        """How it gives the LSE: hidden or natural."""
+        return "hidden" if self.lse is None else "natural"
 
     def refusal(self, problem: Problem) -> str | None:
         """Why it cannot take this problem here, or None."""
@@ -225,8 +224,8 @@ BACKENDS = (
         allows_past=True,
         allows_non_causal=True,
         is_definition=False,
-        lse=LseForm(layout="TH", base=2.0),
-        status="not run",
+        lse=None,
+        status="run on H200 (2026-11-30)",
         call=backends.flashinfer,
         is_on_request=True,
     ),

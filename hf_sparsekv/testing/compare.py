@@ -96,6 +96,29 @@ def assert_same_up_to_rounding(actual: Tensor, reference: Tensor) -> None:
     assert distance <= MAX_COSINE_DISTANCE, f"cosine distance {distance:.2e} exceeds {MAX_COSINE_DISTANCE:.0e}"
 
 
+def assert_logits_policy(actual: Tensor, reference: Tensor, same_dtype: Tensor) -> None:
+    """The policy for the logits of a whole model in bf16 that is run in two ways.
+
+    Rounding grows from layer to layer, so two runs in one dtype may be far apart: each is compared with fp32. As in
+    `assert_close_policy`, max|actual - reference| <= 2 * max|same_dtype - reference| + 2 * rounding of the reference
+    to bf16; the cosine distance, too, is at most twice that of `same_dtype`, and 5e-6 more.
+
+    Args:
+        actual: logits [..., V] of a bf16 model, of any dtype.
+        reference: the same weights in fp32, run plainly on the same tokens.
+        same_dtype: the same weights in bf16, run plainly on the same tokens.
+    """
+    assert_same_specials(actual, reference)
+    exact = reference.double()
+    rounding = (exact - exact.to(torch.bfloat16).double()).abs().max().item()
+    error, plain_error = ((logits.double() - exact).abs().max().item() for logits in (actual, same_dtype))
+    allowed = ERROR_FACTOR * plain_error + 2 * rounding
+    assert error <= allowed, f"error {error:.3e} exceeds {allowed:.3e}, of a plain run {plain_error:.3e}"
+    distance, plain = cosine_distance(actual, exact), cosine_distance(same_dtype, exact)
+    allowed = ERROR_FACTOR * plain + MAX_COSINE_DISTANCE
+    assert distance <= allowed, f"cosine distance {distance:.3e} exceeds {allowed:.3e}, of a plain run {plain:.3e}"
+
+
 def assert_census(lse: Tensor, num_keys: Tensor) -> None:
     """With a query of zeros the LSE is the logarithm of the number of keys read: one missing key shows.
 

@@ -4,6 +4,8 @@ Guards against masks taken from the first layer's length, backends that score an
 hides it, and names that are accepted and then not obeyed.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ import hf_sparsekv as skv
 from hf_sparsekv import ops
 from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
-from hf_sparsekv.ops import prefill, prefill_choice
+from hf_sparsekv.ops import prefill, prefill_backends, prefill_choice
 from hf_sparsekv.ops.prefill_table import BACKENDS
 from hf_sparsekv.scorers import scorer_names
 from hf_sparsekv.testing.compare import assert_same_up_to_rounding
@@ -150,6 +152,34 @@ def test_the_engine_reads_prompts_by_the_backend_that_is_named(model, taken, mon
     for prompt, output in zip(prompts, outputs, strict=True):
         alone = skv.generate(model, torch.tensor([prompt]), config, **SETTINGS)
         assert output.token_ids == tuple(alone.new_tokens[0].tolist())
+
+
+@pytest.mark.parametrize("scorer", ["snapkv", "hybrid"])
+def test_scoring_behind_flashinfer_is_by_an_lse_of_our_own(model, monkeypatch, scorer):
+    """A stand-in, on this CPU, that has no keyword for the LSE: whoever asks it for one gets an error."""
+
+    def attend(q, k, v, *, causal, sm_scale, backend):
+        asked.append(len(q))
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        return ops.reference.attention(q, k, v, sm_scale, None, causal)[0][0].transpose(0, 1)
+
+    asked, companion = [], []
+    here = {"device": None, "compute_capabilities": None, "dtypes": None, "head_dims": None, "missing": lambda: None}
+    rows = tuple(replace(row, **here) if row.name == "flashinfer" else row for row in BACKENDS)
+    monkeypatch.setattr(prefill_choice, "BACKENDS", rows)
+    monkeypatch.setattr(prefill_backends, "attention_function", lambda module: attend)
+    config = skv.SparseKVConfig(**METHOD, scorer=scorer)
+    prompts = [torch.randint(3, 256, (length,)).tolist() for length in (30, 90, 140)]
+    expected = [skv.generate(model, torch.tensor([prompt]), config, **SETTINGS).new_tokens[0] for prompt in prompts]
+    window_lse = ops.window_lse
+    monkeypatch.setattr(ops, "window_lse", lambda *given: companion.append(1) or window_lse(*given))
+    with skv.Engine(model, config, OPTIONS.with_(backend="flashinfer")) as engine:
+        outputs = engine.generate(prompts, GREEDY)
+    assert set(asked) == {30, 90, 140} and companion
+    for prompt, output, tokens in zip(prompts, outputs, expected, strict=True):
+        assert output.token_ids == tuple(tokens.tolist())
+        alone = skv.generate(model, torch.tensor([prompt]), config, backend="flashinfer", **SETTINGS)
+        assert alone.new_tokens[0].tolist() == tokens.tolist()
 
 
 @pytest.mark.parametrize(
