@@ -253,15 +253,26 @@ def test_hybrid_gives_both_lists(make_inputs, shape, value_norm):
     inputs = make_inputs(**shape, row_reduction="max")
     expected = grouped(weights(inputs).amax(dim=2), inputs.keys.shape[1])
 
-    result = build_scorer("hybrid", {"value_norm": value_norm, "share": 0.4, "diversity_width": 5}).score(inputs)
+    result = build_scorer("hybrid", {"value_norm": value_norm, "share": 0.4, "rest_width": 5}).score(inputs)
 
     assert isinstance(result, TwoLists)
     assert_close(result.primary, expected * relative_norm(inputs.values) if value_norm else expected)
     assert_close(result.secondary, scores("kv_diversity", inputs).double())
-    keys = build_scorer("hybrid", {"diversity": "keys"}).score(inputs)
+    keys = build_scorer("hybrid", {"rest": "keys"}).score(inputs)
     assert isinstance(keys, TwoLists)
     assert_close(keys.secondary, negative_cosine(inputs.keys))
     assert (result.share, result.secondary_pooling, result.secondary_width) == (0.4, "avg", 5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_rest_may_go_by_the_newest_row_unpooled(make_inputs, shape):
+    inputs = make_inputs(**shape, row_reduction="max")
+    result = build_scorer("hybrid", {"share": 0.75, "rest": "newest_row"}).score(inputs)
+    assert isinstance(result, TwoLists)
+    assert_close(result.secondary, grouped(weights(inputs)[:, :, -1], inputs.keys.shape[1]))
+    assert (result.share, result.secondary_pooling, result.secondary_width) == (0.75, "none", 1)
+    with pytest.raises(ConfigError, match="rest_width=9 has no effect with rest='newest_row'"):
+        build_scorer("hybrid", {"rest": "newest_row", "rest_width": 9})
 
 
 def test_hybrid_defaults_are_those_of_the_study():
@@ -272,6 +283,6 @@ def test_hybrid_defaults_are_those_of_the_study():
     assert vars(scorer) == {
         "share": 0.5,
         "value_norm": False,
-        "diversity": "keys_and_values",
-        "diversity_width": 7,
+        "rest": "keys_and_values",
+        "rest_width": 7,
     }
