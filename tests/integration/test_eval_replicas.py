@@ -198,6 +198,16 @@ def test_ranks_that_share_a_model_and_their_replicas_give_what_one_process_gives
     assert not left_beside()
 
 
+@pytest.mark.multi_gpu
+def test_two_gpus_that_share_a_model_give_what_one_gives(launch):
+    on_gpus = [*BOUNDED, "--device", "cuda", "--dtype", "float32"]
+    assert wait_for(launch(1, "alone", *on_gpus)) == [0]
+    assert wait_for(launch(2, "shared", *on_gpus, "--tp", "2")) == [0, 0]
+    assert_as_on_one(lines_of("shared.jsonl"), lines_of("alone.jsonl"))
+    assert figures("shared")[1:] == figures("alone")[1:]
+    assert not left_beside()
+
+
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_its_replica_and_the_next_run_goes_on(launch, alone, killed):
     processes = launch(4, "four", *TASKS, "--tp", "2")
