@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from evals.claims import Claims
 from evals.comparison import Method
+from evals.lockstep import follow, release
 from evals.run_tasks import Measurement, check_lengths, facts_of, measured
 from evals.shared_samples import measure_part
 from evals.tasks.catalog import HUB_TASKS, TASKS, samples_of
@@ -23,6 +24,7 @@ from hf_sparsekv.engine.part_files import PartFiles
 from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.hf.models import model_shape
 from hf_sparsekv.parallel.place import Place
+from hf_sparsekv.parallel.ranks import losing_others, ranks_of
 from hf_sparsekv.plan import LayerPlan
 
 NAME = "offline"
@@ -105,13 +107,27 @@ class OfflineSuite:
             A summary as of `evals.run_tasks.run`, `configs` by task; None in a process that does not lead.
         Raises:
             InputError: see `evals.run_tasks.run`.
+            ReplicaLostError: another rank of the model has ended.
         """
         self.unreachable.clear()
-        measurements = {
-            task: Measurement(model, samples, self.configs(task, methods, model))
-            for task, samples in self.samples.items()
-        }
-        facts = facts_of(model, model_name)
+        with losing_others():
+            ranks = ranks_of(model, model_shape(model.config))
+            measurements = {
+                task: Measurement(model, samples, self.configs(task, methods, model), ranks=ranks, task=task)
+                for task, samples in self.samples.items()
+            }
+            facts = facts_of(model, model_name)
+            if ranks.rank > 0:
+                follow(measurements, ranks)
+                return None
+            found = self._lead(measurements, out, facts, place)
+            release(ranks)
+        return found
+
+    def _lead(
+        self, measurements: Mapping[str, Measurement], out: Path, facts: Mapping[str, Any], place: Place
+    ) -> dict[str, Any] | None:
+        """What `run` does where a replica's lines are written."""
         parts = sample_parts(
             out,
             lambda: [line_id for measurement in measurements.values() for line_id in measurement.line_ids()],
@@ -120,7 +136,7 @@ class OfflineSuite:
         )
         if place.num_replicas > 1:
             measure_part(list(measurements.values()), parts, facts, has_progress=place.rank == 0)
-            if place.rank > 0:
+            if place.replica > 0:
                 return None
             parts.wait_for_others()
         found = self._summed(measurements, parts, facts)

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import hf_sparsekv as skv
+from evals.lockstep import Work
 from evals.model_args import split_options
 from evals.sample_groups import by_document, outcomes_of
 from evals.scoring import SparseScorer
@@ -42,6 +43,7 @@ from hf_sparsekv.cli.loading import DTYPES, load_weights, open_model
 from hf_sparsekv.engine.part_files import PartFiles
 from hf_sparsekv.errors import ConfigError, InputError, SparseKVError, shown
 from hf_sparsekv.models_store import BUILTIN_ALIAS
+from hf_sparsekv.parallel.ranks import Ranks
 
 FORMAT = 1
 """Of the lines and of the summary."""
@@ -81,12 +83,20 @@ class Measurement:
         model: a causal language model.
         samples: see `evals.tasks.catalog.samples_of`.
         configs: by name; the dense cache always takes part.
+        ranks: that share the model: see `evals.lockstep`. None = this process has all of it.
+        task: tells the ranks which of several measurements this is.
     Raises:
         InputError: samples that are too long for the model or for a bounded prefill.
     """
 
     def __init__(
-        self, model: PreTrainedModel, samples: Sequence[Sample], configs: Mapping[str, skv.SparseKVConfig]
+        self,
+        model: PreTrainedModel,
+        samples: Sequence[Sample],
+        configs: Mapping[str, skv.SparseKVConfig],
+        *,
+        ranks: Ranks | None = None,
+        task: str = "",
     ) -> None:
         check_lengths(model.config, samples)
         _check_chunks(samples, configs)
@@ -101,6 +111,7 @@ class Measurement:
                 if name == DENSE or sample.mode != NO_CONTEXT:
                     self.wanted[name, sample.id] = {"sample_sha256": made_of, "config_sha256": hashes[name]}
         self._model, self._commit = model, commit()
+        self.ranks, self._task = ranks or Ranks(), task
 
     def line_ids(self) -> list[str]:
         """Of all results, in order."""
@@ -119,13 +130,20 @@ class Measurement:
         return names
 
     def lines(self, samples: Sequence[Sample], names: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Any]]:
-        """Measure: id and line of each result."""
-        for sample, outcomes in outcomes_of(self._prefill, samples, names, self._scorers):
+        """Measure: id and line of each result. Other ranks of the model are told to take part."""
+        self.ranks.share(Work(self._task, {sample.id: list(names[sample.id]) for sample in samples}))
+        for sample, outcomes in self.outcomes(samples, names):
             for name, outcome in outcomes.items():
                 line: dict[str, Any] = {"config": name, "task": sample.task, "mode": sample.mode, "half": sample.half}
                 line |= {"seed": sample.seed, "budget_tokens": sample.budget_tokens, "num_tokens": sample.num_tokens}
                 line |= {"facts": dict(sample.facts), "commit": self._commit}
                 yield f"{name}|{sample.id}", line | self.wanted[name, sample.id] | outcome
+
+    def outcomes(
+        self, samples: Sequence[Sample], names: Mapping[str, Sequence[str]]
+    ) -> Iterator[tuple[Sample, dict[str, dict[str, Any]]]]:
+        """What configurations make of each sample, by name; all ranks of the model must ask for the same."""
+        return outcomes_of(self._prefill, samples, names, self._scorers)
 
     def results(self, lines: SampleLines) -> Results:
         """All of them, when nothing is missing."""
@@ -134,7 +152,7 @@ class Measurement:
     @cached_property
     def _scorers(self) -> dict[str, SparseScorer]:
         return {
-            name: SparseScorer(self._model, config, softmax_dtype=torch.float32)
+            name: SparseScorer(self._model, config, softmax_dtype=torch.float32, ranks=self.ranks)
             for name, config in self.configs.items()
             if config.chunk_tokens is not None
         }

@@ -18,6 +18,7 @@ from hf_sparsekv import ops
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.ops.prefill_choice import gives_lse
 from hf_sparsekv.scorers import ScoreInputs, TwoLists
+from hf_sparsekv.scorers.base import ALL_HEADS, HeadShard
 from hf_sparsekv.select import check_score_shapes
 
 STACK_BYTES = 2**18
@@ -43,6 +44,8 @@ class PromptTensors:
     """Factor on the logits."""
     inv_freq: Tensor | None
     """fp32 [D / 2], RoPE's inverse frequencies, where they are fixed."""
+    heads: HeadShard = ALL_HEADS
+    """Which of the model's KV heads these are; the query heads are theirs."""
 
     @property
     def num_tokens(self) -> int:
@@ -91,6 +94,7 @@ class Stack:
             num_seen=self._prompt.num_tokens,
             inv_freq=self._prompt.inv_freq,
             layer_idx=self._first if self._num_layers == 1 else SEVERAL,
+            heads=self._prompt.heads,
             stack=self,
         )
         try:

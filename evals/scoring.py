@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_sparsekv.cache.layer import WindowLayer
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.hf.cache_adapter import SparseKVCache
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 from hf_sparsekv.hf.switch import sparse_attention
+from hf_sparsekv.parallel.ranks import Ranks
 from hf_sparsekv.plan import LayerPlan
 
 Tokens = tuple[int, ...]
@@ -108,6 +110,7 @@ class SparseScorer:
         *,
         batch_size: int = 1,
         softmax_dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Take note of how to score.
 
@@ -115,16 +118,17 @@ class SparseScorer:
             model, config: see `hf_sparsekv.generate`.
             batch_size: forks that are scored at once.
             softmax_dtype: of the log-softmax; None = that of the logits.
+            ranks: that share the model, see `hf_sparsekv.parallel.ranks.ranks_of`; None = this process has all of it.
         """
         self.model, self.config, self.batch_size = model, config, batch_size
         self.plan = SparseKVCache(model.config, config).plan
-        self._softmax_dtype = softmax_dtype
+        self._softmax_dtype, self._ranks = softmax_dtype, ranks or Ranks()
 
     def score(self, contexts: Sequence[Context]) -> list[ContextScores]:
         """Score the continuations of some contexts, which are read as one batch, padded on the left."""
         with sparse_attention(self.model), torch.no_grad():
             cache, first_BV = self._read([context.head for context in contexts])
-            footprints = _footprints(cache)
+            footprints = self._footprints(cache)
             scores: dict[tuple[int, int], Score] = {}
             rows = _rows(contexts)
             for start in range(0, len(rows), self.batch_size):
@@ -164,7 +168,7 @@ class SparseScorer:
                 if skipped < len(chunk):
                     wanted = targets[start + skipped : start + chunk_tokens]
                     total += self._score(logits_RTV[0, skipped:], wanted).log_likelihood
-        return StreamScore(total, _footprints(cache)[0])
+        return StreamScore(total, self._footprints(cache)[0])
 
     def _read(self, heads: list[Tokens]) -> tuple[SparseKVCache, Tensor]:
         """The compressed cache of some prompts, and the logits [B, V] after the last token of each."""
@@ -222,6 +226,22 @@ class SparseScorer:
         num_greedy = int((log_p_TV.argmax(dim=-1) == target_T).sum())
         return Score(float(chosen_T.sum()), num_greedy == len(target_T), num_greedy)
 
+    def _footprints(self, cache: SparseKVCache) -> list[Footprint]:
+        """Of each request of a batch, of the whole model; bytes in equal shares, padding included on both sides."""
+        report = cache.report()
+        num_requests = len(report["tokens_seen"])
+        # What belongs to no KV head is on every rank and counts once.
+        counted = report["cache_bytes"] - (_headless_bytes(cache) if self._ranks.rank else 0)
+        cache_bytes, dense_bytes = self._ranks.total(counted), self._ranks.total(report["dense_bytes"])
+        return [
+            Footprint(
+                num_evicted=sum(seen - layer["stored"][row] for layer in report["layers"]),
+                cache_bytes=cache_bytes // num_requests,
+                dense_bytes=dense_bytes // num_requests,
+            )
+            for row, seen in enumerate(report["tokens_seen"])
+        ]
+
     def _ids(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, dtype=torch.long, device=self.model.device)
 
@@ -236,15 +256,8 @@ def _rows(contexts: Sequence[Context]) -> list[_Row]:
     return sorted(rows.values(), key=lambda row: -len(row.feed))
 
 
-def _footprints(cache: SparseKVCache) -> list[Footprint]:
-    """Of each request of a batch; bytes in equal shares, padding included on both sides."""
-    report = cache.report()
-    num_requests = len(report["tokens_seen"])
-    return [
-        Footprint(
-            num_evicted=sum(seen - layer["stored"][row] for layer in report["layers"]),
-            cache_bytes=report["cache_bytes"] // num_requests,
-            dense_bytes=report["dense_bytes"] // num_requests,
-        )
-        for row, seen in enumerate(report["tokens_seen"])
-    ]
+def _headless_bytes(cache: SparseKVCache) -> int:
+    states = [layer.state for layer in cache.layers]
+    tables = [state.slots for state in states if isinstance(state, WindowLayer) and state.slots is not None]
+    is_token = cache.padding.is_token
+    return sum(table.headless_nbytes for table in tables) + (0 if is_token is None else is_token.nbytes)

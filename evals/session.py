@@ -25,6 +25,7 @@ from hf_sparsekv.cli.replica import load_replica
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ConfigError, InputError, shown
 from hf_sparsekv.hf.models import model_shape
+from hf_sparsekv.hf.sharding import check_tp_size
 from hf_sparsekv.ops.prefill_choice import using
 from hf_sparsekv.parallel.place import Place
 from hf_sparsekv.plan import LayerPlan
@@ -122,23 +123,23 @@ def lines_of(out: Path, suite: str) -> Path:
     return out if suite == OFFLINE else out.with_name(f"{out.stem}.lm_eval{out.suffix}")
 
 
-def prepare(
-    request: EvalRequest, model: str, *, trust_remote_code: bool, num_processes: int, console: Console
-) -> Prepared:
+def prepare(request: EvalRequest, model: str, *, trust_remote_code: bool, place: Place, console: Console) -> Prepared:
     """Check everything that can be checked before the weights are loaded.
 
     Raises:
         InputError: an unknown task, a model or a text that cannot be had, samples too long for the model, lm-eval
             missing.
-        ConfigError: options that are wrong or contradict each other, or tasks of lm-eval in several processes.
+        ConfigError: options that are wrong or contradict each other, tasks of lm-eval in several processes, or more
+            ranks of a replica than the model's KV heads allow.
     """
     names = request.by_suite()
     methods = _methods(request)
     if LM_EVAL in names:
-        if num_processes > 1:
+        if place.world_size > 1:
             raise ConfigError(
-                f"tasks of lm-eval run in one process, not in {num_processes} ({', '.join(names[LM_EVAL])}): start it "
-                "without torchrun, or start several with tasks, an --out and a GPU (CUDA_VISIBLE_DEVICES) of their own"
+                f"tasks of lm-eval run in one process, not in {place.world_size} ({', '.join(names[LM_EVAL])}): start "
+                "it without torchrun and --tp, or start several with tasks, an --out and a GPU (CUDA_VISIBLE_DEVICES) "
+                "of their own"
             )
         _require_lm_eval(names[LM_EVAL])
     if OFFLINE not in names and (request.lengths or request.seeds):
@@ -147,6 +148,7 @@ def prepare(
         raise ConfigError("--num-fewshot, --batch-size and --include-path are for tasks of lm-eval: none is asked for")
     source = open_model(model, trust_remote_code=trust_remote_code, console=console)
     shape = model_shape(source.config)
+    check_tp_size(source.config, place.tp_size)
     if PUBLISHED in request.methods:
         methods += published_configs(shape.num_layers)
     for method in methods:

@@ -12,6 +12,8 @@ scores are those of `SparseScorer`, up to rounding. A study:
     results = prompt.score(sample.question[-1:], continuations)
     results["snapkv-4x"].scores[0].log_likelihood
 
+Where several ranks share the model, all of them do the same at the same time; each selects for the KV heads it has.
+
 Shapes: F fork, T new token, P predicting token, L layer, H query head, K KV head, A query row, N token of the prompt,
 D head dim, V vocabulary.
 """
@@ -157,7 +159,7 @@ class ReadPrompt:
         return {name: self._kept[name] for name in names}
 
     def _footprint(self, name: str) -> Footprint:
-        """By the plan, which is what a `SparseKVCache` measures."""
+        """By the plan, which is what a `SparseKVCache` measures; of the whole model, also where ranks share it."""
         plan, element_bytes = self._prefill.plans[name], self.selections.prompt.keys.element_size()
         return Footprint(
             num_evicted=sum(self.num_tokens - count for count in self._kept[name].counts),
@@ -238,6 +240,7 @@ def _prompt_tensors(model: PreTrainedModel, cache: SparseKVCache) -> PromptTenso
         queries=torch.cat(tails),
         scale=cache._scale,
         inv_freq=rope_inv_freq(model.config, cache.shape.head_dim),
+        heads=cache._heads,
     )
 
 

@@ -75,6 +75,8 @@ def measure_part(
                 for line_id, line in unit.measurement.lines(unit.samples, unit.names):
                     file.write(line_id, line)
             except torch.cuda.OutOfMemoryError:
+                if unit.measurement.ranks.size > 1:  # the others are in the middle of it
+                    raise
                 tqdm.write(
                     f"{key}: no room on the GPU beside other processes; measured when they have ended", sys.stderr
                 )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from torch.distributed.tensor import DTensor
 
 import hf_sparsekv as skv
 
@@ -23,9 +24,13 @@ def versions() -> dict[str, str]:
 
 
 def weights_sha256(model: torch.nn.Module) -> str:
-    """Of all weights, by name in alphabetical order: says which model it was, whatever it was called."""
+    """Of all weights, by name in alphabetical order: says which model it was, whatever it was called.
+
+    Of a model that several ranks share all must call it: each weight is put together, one at a time.
+    """
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, held in sorted(model.state_dict().items()):
+        tensor = held.full_tensor() if isinstance(held, DTensor) else held
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -40,6 +40,11 @@ class SlotStore:
         """Bytes of all tensors: keys, values, positions, scores and tables."""
         return sum(getattr(self, f.name).nbytes for f in fields(self))
 
+    @property
+    def headless_nbytes(self) -> int:
+        """Of these, the bytes of what belongs to no KV head, so that each rank of a model in parts holds it."""
+        return sum(t.nbytes for t in (self.lengths, self.budgets, self.next_positions))
+
     def select_rows(self, rows: Tensor) -> None:
         """Make request i what request rows[i] was; rows may repeat."""
         for f in fields(self):

@@ -51,6 +51,7 @@ from hf_sparsekv.cli.options import (
     ReplicasPerGpuOption,
     ScorerOption,
     SetOption,
+    TpOption,
     TrustRemoteCodeOption,
     option_values,
 )
@@ -86,6 +87,7 @@ def eval(
     json_file: JsonOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    tp: TpOption = 1,
     replicas_per_gpu: ReplicasPerGpuOption = 1,
     backend: BackendOption = None,
     trust_remote_code: TrustRemoteCodeOption = False,
@@ -117,22 +119,19 @@ def eval(
         backend=backend,
     )
     loading = {"dtype": dtype, "device": device, "replicas_per_gpu": replicas_per_gpu}
-    report = _measured(session, request, model, loading, trust_remote_code=trust_remote_code)
-    if report is not None:
-        _show(report, json_file)
+    _show(_measured(session, request, model, loading, tp=tp, trust_remote_code=trust_remote_code), json_file)
 
 
 def _measured(
-    session: ModuleType, request: Any, model: str, loading: dict[str, Any], *, trust_remote_code: bool
+    session: ModuleType, request: Any, model: str, loading: dict[str, Any], *, tp: int, trust_remote_code: bool
 ) -> dict[str, Any] | None:
     """What came of it; None in a process that others of its launch measure with, and that does not lead."""
-    place = import_module("hf_sparsekv.parallel.place").Place.of_environment()
+    place = import_module("hf_sparsekv.parallel.place").Place.of_environment(tp)
     console = Console(stderr=True, quiet=place.rank > 0)
     with _saying_what_stays(request.out, console):
-        prepared = session.prepare(
-            request, model, trust_remote_code=trust_remote_code, num_processes=place.world_size, console=console
-        )
+        prepared = session.prepare(request, model, trust_remote_code=trust_remote_code, place=place, console=console)
         report: dict[str, Any] | None = prepared.run(**loading, place=place, console=console)
+    import_module("hf_sparsekv.parallel.group").leave_replica()
     return report
 
 
@@ -161,8 +160,10 @@ def evals_module(name: str) -> ModuleType:
     raise InputError(f"the evaluation's files are not beside {PACKAGE_FOLDER}: install hf-sparsekv again")
 
 
-def _show(report: dict[str, Any], json_file: Path | None) -> None:
-    """Write the summary where it was asked for, and print the tables."""
+def _show(report: dict[str, Any] | None, json_file: Path | None) -> None:
+    """Write the summary where it was asked for, and print the tables; nothing in a process that does not lead."""
+    if report is None:
+        return
     if json_file is not None:
         json_file.write_text(json.dumps(report | {"command": sys.argv[1:]}, indent=2) + "\n", encoding="utf-8")
     row_text = evals_module("row_text")

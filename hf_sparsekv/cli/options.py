@@ -73,6 +73,9 @@ BackendOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+TpOption = Annotated[
+    int, typer.Option("--tp", help="Processes that share one model; the others of the launch are replicas of it.")
+]
 ReplicasPerGpuOption = Annotated[
     int,
     typer.Option("--replicas-per-gpu", min=1, help="Processes of a launch that may share a GPU, for a small model."),

@@ -1,8 +1,5 @@
 """One process of several that a command was launched in: its part of the model, and what it does with it."""
 
-from typing import Annotated
-
-import typer
 from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -18,10 +15,6 @@ from hf_sparsekv.hf.sharding import check_tp_size, load_sharded
 from hf_sparsekv.parallel.group import join_replica
 from hf_sparsekv.parallel.place import Place
 from hf_sparsekv.parallel.ranks import losing_others
-
-TpOption = Annotated[
-    int, typer.Option("--tp", help="Processes that share one model; the others of the launch are replicas of it.")
-]
 
 
 def load_replica(

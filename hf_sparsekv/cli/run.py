@@ -54,10 +54,11 @@ from hf_sparsekv.cli.options import (
     ReplicasPerGpuOption,
     ScorerOption,
     SetOption,
+    TpOption,
     TrustRemoteCodeOption,
     build_config,
 )
-from hf_sparsekv.cli.replica import TpOption, follow, load_replica
+from hf_sparsekv.cli.replica import follow, load_replica
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.engine.batch_lines import ChatTemplate, LineReader
 from hf_sparsekv.engine.batch_parts import ReplicaFiles

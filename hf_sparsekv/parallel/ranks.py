@@ -55,6 +55,10 @@ class Ranks:
         """The smallest of the ranks' numbers."""
         return value
 
+    def total(self, value: int) -> int:
+        """The sum of the ranks' numbers."""
+        return value
+
     def union(self, values: Mapping[str, str]) -> dict[str, str]:
         """The entries of all ranks; of equal keys, the lowest rank's."""
         return dict(values)
@@ -99,10 +103,11 @@ class TensorRanks(Ranks):
 
     def least(self, value: int) -> int:
         """One reduction on the host."""
-        smallest = torch.tensor([value], dtype=torch.int64)
-        with losing_others():
-            dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._control)
-        return int(smallest)
+        return self._reduced(value, dist.ReduceOp.MIN)
+
+    def total(self, value: int) -> int:
+        """One reduction on the host."""
+        return self._reduced(value, dist.ReduceOp.SUM)
 
     def union(self, values: Mapping[str, str]) -> dict[str, str]:
         """One exchange on the host."""
@@ -136,6 +141,12 @@ class TensorRanks(Ranks):
             self._broadcast(tail)
             received += bytes(tail.numpy())
         return message if self.rank == 0 else pickle.loads(received[_LENGTH : _LENGTH + length])
+
+    def _reduced(self, value: int, how: "dist.ReduceOp.RedOpType") -> int:
+        reduced = torch.tensor([value], dtype=torch.int64)
+        with losing_others():
+            dist.all_reduce(reduced, how, group=self._control)
+        return int(reduced)
 
     def _broadcast(self, data: Tensor) -> None:
         with losing_others():

@@ -4,6 +4,9 @@ Guards against samples that nobody or two measure, and results that go with the 
 """
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,19 +18,23 @@ from evals.claims import Claims
 from evals.tasks.lines import SampleLines, sample_parts
 from hf_sparsekv.cli.app import main
 from hf_sparsekv.errors import InputError
+from hf_sparsekv.testing.compare import MAX_LOGITS_RELATIVE_ERROR
 from hf_sparsekv.testing.models import tiny_llama
 from hf_sparsekv.testing.ranks import free_port, rank_environment, start_rank
 
 WAIT_S = 120.0
 GRID = ["--lengths", "600", "--seeds", "1,3", "--limit", "12", "--essay", "pydoc", "--device", "cpu"]
 TASKS = ["-t", "needle,perplexity", *GRID, "--config", "a:num_full_layers=0,budget=0.3", "--config", "b:budget=64"]
+BOUNDED = [*TASKS, "--config", "c:budget=64,scorer=random,prefill=bounded,prefill_chunk_tokens=256"]
+ROUNDED = ("value", "log_likelihoods")
+"""What ranks that share a model sum in another order; all else of a line is as in one process."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny model whose tokens are bytes."""
     path = tmp_path_factory.mktemp("model")
-    tiny_llama(num_layers=4, num_heads=4, num_kv_heads=2).save_pretrained(path)
+    tiny_llama(num_layers=3, num_heads=8, num_kv_heads=4).save_pretrained(path)
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     core = Tokenizer(models.BPE(vocab, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -81,6 +88,15 @@ def figures(name):
     report = json.loads(Path(f"{name}.json").read_text())
     offline = report["suites"]["offline"]
     return report["rows"], offline["configs"], offline["model"]
+
+
+def assert_as_on_one(lines, alone):
+    """The same lines in the same order."""
+    assert [line["id"] for line in lines] == [line["id"] for line in alone]
+    for line, expected in zip(lines, alone, strict=True):
+        for name, value in expected.items():
+            wanted = pytest.approx(value, rel=MAX_LOGITS_RELATIVE_ERROR) if name in ROUNDED else value
+            assert line[name] == wanted, (line["id"], name)
 
 
 def left_beside():
@@ -171,3 +187,96 @@ def test_tasks_of_lm_eval_are_refused_in_several_processes(folder, monkeypatch, 
     with pytest.raises(SystemExit, match="2"):
         main()
     assert "tasks of lm-eval run in one process, not in 2 (hellaswag)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_ranks_that_share_a_model_and_their_replicas_give_what_one_process_gives(launch, world_size):
+    assert wait_for(launch(1, "alone", *BOUNDED)) == [0]
+    assert wait_for(launch(world_size, "shared", *BOUNDED, "--tp", "2")) == [0] * world_size
+    assert_as_on_one(lines_of("shared.jsonl"), lines_of("alone.jsonl"))
+    assert figures("shared")[1:] == figures("alone")[1:]  # configurations, and the model with its weights' hash
+    assert not left_beside()
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_that_share_a_model_give_what_one_gives(launch):
+    on_gpus = [*BOUNDED, "--device", "cuda", "--dtype", "float32"]
+    assert wait_for(launch(1, "alone", *on_gpus)) == [0]
+    assert wait_for(launch(2, "shared", *on_gpus, "--tp", "2")) == [0, 0]
+    assert_as_on_one(lines_of("shared.jsonl"), lines_of("alone.jsonl"))
+    assert figures("shared")[1:] == figures("alone")[1:]
+    assert not left_beside()
+
+
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_killed_rank_ends_its_replica_and_the_next_run_goes_on(launch, alone, killed):
+    processes = launch(4, "four", *TASKS, "--tp", "2")
+    parts = [Path(f"four.jsonl.part-{replica}-of-2") for replica in range(2)]
+    deadline = time.monotonic() + WAIT_S
+    while not all(map(lines_of, parts)):
+        assert not any(process.exitcode is not None for process in processes), "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    processes[killed].kill()
+    codes = wait_for(processes)
+    assert codes == [2 if rank == 1 - killed else -9 if rank == killed else 0 for rank in range(4)]
+    assert 0 < len(lines_of(parts[0]) + lines_of(parts[1])) < len(alone) - 1
+    stored = [raw for path in parts for raw in path.read_bytes().splitlines(keepends=True) if raw.endswith(b"\n")]
+    assert wait_for(launch(2, "four", *TASKS, "--tp", "2")) == [0, 0]
+    assert_as_on_one(by_id(lines_of("four.jsonl")), by_id(alone))
+    assert set(stored) <= set(Path("four.jsonl").read_bytes().splitlines(keepends=True))
+    assert not left_beside()
+
+
+def test_results_of_one_process_are_not_measured_again_by_ranks_that_share_the_model(launch, alone):
+    before = Path("alone.jsonl").read_bytes()
+    assert wait_for(launch(2, "alone", *TASKS, "--tp", "2")) == [0, 0]
+    assert Path("alone.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+@pytest.mark.builtin_model
+def test_three_ranks_evaluate_the_built_in_model(launch, builtin_model_path):
+    needle = ["-m", str(builtin_model_path), "-t", "needle", "--lengths", "300", "--seeds", "1", "--limit", "1"]
+    needle += [*TASKS[-4:], "--modes", "aware", "--essay", "pydoc", "--device", "cpu", "--dtype", "float32"]
+    assert wait_for(launch(1, "alone", *needle)) == [0]
+    assert wait_for(launch(3, "three", *needle, "--tp", "3")) == [0, 0, 0]
+    assert len(lines_of("three.jsonl")) == 1 + 3
+    assert_as_on_one(lines_of("three.jsonl"), lines_of("alone.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arguments", "message"),
+    [
+        (3, ["-t", "needle", "--tp", "3"], "tp=3 does not divide the model's 4 KV heads: choose tp=1 or 2 or 4"),
+        (2, ["-t", "needle", "--tp", "4"], "tp=4 does not divide 2 processes"),
+        (2, ["-t", "hellaswag", "--tp", "2"], "tasks of lm-eval run in one process, not in 2 (hellaswag)"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused_before_any_work(
+    folder, monkeypatch, capsys, tmp_path, world_size, arguments, message
+):
+    for name, value in rank_environment(0, world_size, free_port()).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["hf-sparsekv", "eval", "-m", folder, "--essay", "pydoc", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_under_torchrun_what_ends_one_rank_is_said_once(folder, launch, alone, monkeypatch):
+    """Rank 0 alone finds that the file is of another model; the other rank waits for work then."""
+    lines = Path("alone.jsonl").read_text().splitlines(keepends=True)
+    header = json.loads(lines[0])
+    header["model"]["weights_sha256"] = "another"
+    Path("other.jsonl").write_text(json.dumps(header) + "\n" + "".join(lines[1:]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "hf_sparsekv", "eval", "-m", folder, "--out", "other.jsonl", *TASKS, "--tp", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=os.environ, check=False)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(said) == 1
+    assert "other.jsonl was begun with model" in said[0]

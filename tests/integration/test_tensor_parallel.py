@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_sparsekv as skv
 from hf_sparsekv.hf.sharding import check_tp_size
+from hf_sparsekv.testing.compare import MAX_LOGITS_RELATIVE_ERROR
 from hf_sparsekv.testing.models import tiny_llama
 from hf_sparsekv.testing.ranks import run_ranks
 
@@ -132,6 +133,39 @@ def test_three_ranks_share_the_built_in_model(program, builtin_model_path):
     prompts, options = prompts_of((6, 40), 4000), program["OPTIONS"].with_(kv_memory_bytes=64 << 20)
     found = run_ranks(PROGRAM, "compare", 3, str(builtin_model_path), configs, prompts, GREEDY, options)
     assert_as_on_one(program, found, whole, configs, prompts, options)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["snapkv", "random", "hybrid"],
+        pytest.param(["h2o", "keyformer", "tova", "kv_diversity", "expected_attention"], marks=pytest.mark.slow),
+    ],
+    ids=["some", "others"],
+)
+def test_an_evaluation_keeps_scores_and_counts_what_it_does_on_one(program, folder, whole, names):
+    configs = {name: SPARSE.with_(scorer=name) for name in names} | {"whole": SPARSE.with_(num_full_layers=0)}
+    prompt, tail, *continuations = prompts_of((140, 3, 5, 1, 9))
+    expected = program["evaluated"](whole, configs, prompt, tail, continuations)
+    found = run_ranks(PROGRAM, "evaluate", 2, folder, configs, prompt, tail, continuations)
+    for name, alone in expected.items():
+        by_layer = zip(*(rank[name]["kept"] for rank in found), strict=True)
+        assert [[head for part in layer for head in part] for layer in by_layer] == alone["kept"], name
+        for rank in found:
+            for way in ("shared", "own"):
+                log_likelihoods, footprint = rank[name][way]
+                assert log_likelihoods == pytest.approx(alone[way][0], rel=MAX_LOGITS_RELATIVE_ERROR), name
+                assert footprint == alone["own"][1], name
+        # Measured on both ranks, three int32 of each window layer's table twice.
+        num_window_layers = LAYERS - configs[name].num_full_layers
+        assert sum(rank[name]["rank_bytes"] for rank in found) == alone["rank_bytes"] + num_window_layers * 3 * 4
+
+
+def test_a_scorer_that_fails_on_one_rank_ends_an_evaluation_with_its_words(folder):
+    lost, failed = run_ranks(PROGRAM, "evaluate_a_bad_head", 2, folder, SPARSE, prompts_of()[-1], timeout_s=60.0)
+    assert failed[0] == "ScoreError"
+    assert "one_bad_head" in failed[1]
+    assert (lost[0], "another rank of this replica has ended" in lost[1]) == ("ReplicaLostError", True)
 
 
 def test_what_rank_0_chose_holds_for_all(folder, program, whole):

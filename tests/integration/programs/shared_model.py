@@ -7,9 +7,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import hf_sparsekv as skv
+from evals.scoring import Context, SparseScorer
+from evals.shared_prefill import SharedPrefill
+from hf_sparsekv.hf.models import model_shape
 from hf_sparsekv.hf.sharding import load_sharded
+from hf_sparsekv.hf.switch import sparse_attention
 from hf_sparsekv.parallel.group import join_replica, leave_replica
 from hf_sparsekv.parallel.place import Place
+from hf_sparsekv.parallel.ranks import losing_others, ranks_of
 
 OPTIONS = skv.EngineConfig(
     kv_memory_bytes=1 << 20,
@@ -207,6 +212,51 @@ def collectives(path, config, prompt):
         engine.generate([prompt], skv.SamplingParams(max_tokens=8, ignore_eos=True))
     leave_replica()
     return dict(dense.counts), dict(sparse.counts), dict(served.counts)
+
+
+def evaluated(model, configs, prompt, tail, continuations):
+    """By configuration: kept positions [layer][KV head], log-likelihoods and footprint, of all from one prefill.
+
+    And the same figures from a prefill of each, in which bytes are measured, with this rank's own beside them.
+    """
+    read = SharedPrefill(model, configs).read(prompt)
+    scores, ranks = read.score(tail, continuations), ranks_of(model, model_shape(model.config))
+    found = {}
+    for name, kept in read.kept().items():
+        layers = zip(kept.index, kept.counts, strict=True)
+        positions = [index_KC[:, :count].tolist() for index_KC, count in layers]
+        found[name] = {"kept": positions, "shared": figures_of(scores[name])}
+        scorer = SparseScorer(model, configs[name], softmax_dtype=torch.float32, ranks=ranks)
+        (own,) = scorer.score([Context(tuple(prompt), tuple(tail), tuple(map(tuple, continuations)))])
+        with sparse_attention(model), torch.no_grad():
+            cache = scorer._read([tuple(prompt)])[0]
+        found[name] |= {"own": figures_of(own), "rank_bytes": cache.report()["cache_bytes"]}
+    return found
+
+
+def figures_of(result):
+    return [score.log_likelihood for score in result.scores], result.footprint
+
+
+def evaluate(path, *arguments):
+    """`evaluated` on each rank."""
+    model = load(path)
+    found = evaluated(model, *arguments)
+    leave_replica()
+    return found
+
+
+def evaluate_a_bad_head(path, config, prompt):
+    """What ends each rank when a scorer fails on one."""
+    model = load(path)
+    skv.register_scorer(OneBadHead)
+    read = SharedPrefill(model, {"bad": config.with_(scorer="one_bad_head")}).read(prompt)
+    try:
+        with losing_others():
+            read.score([5], [[6, 7]])
+    except skv.SparseKVError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
 
 
 class counted:  # noqa: N801 (used like a function)
