@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_sparsekv.engine.batch_results import lock_of, remove_with_lock
+from hf_sparsekv.engine.batch_results import lock_of, remove_with_lock, unwritable
 
 
 class Claims:
@@ -21,11 +21,28 @@ class Claims:
         """By anyone, when `take` was last called."""
 
     def forget(self) -> None:
-        """Let everything be taken again, and leave no file behind."""
-        remove_with_lock(self._path)
+        """Let everything be taken again, and leave no file behind.
+
+        Raises:
+            InputError: the file cannot be removed.
+        """
+        try:
+            remove_with_lock(self._path)
+        except OSError as error:
+            raise unwritable(self._path, error) from error
 
     def take(self, names: Sequence[str]) -> str | None:
-        """The first of these that nobody has taken, which now is the caller's; None = nothing is left."""
+        """The first of these that nobody has taken, which now is the caller's; None = nothing is left.
+
+        Raises:
+            InputError: the file cannot be read or written.
+        """
+        try:
+            return self._take(names)
+        except OSError as error:
+            raise unwritable(self._path, error) from error
+
+    def _take(self, names: Sequence[str]) -> str | None:
         with self._lock, self._path.open("a+b") as file:
             file.seek(0)
             # What a kill tore off is no name: at worst its piece is done twice.

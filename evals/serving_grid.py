@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedModel
@@ -98,6 +98,8 @@ def main() -> None:
         return
     begin, is_missing = time.perf_counter(), False
     cases = [case for case in CASES if options.only is None or options.only in f"{case.file} {case.name}"]
+    if not cases:
+        refuse(f"--only {options.only!r} is in no line of --list")
     options.folder.mkdir(parents=True, exist_ok=True)
     model = dummy_model(shape_config(options.shape), dtype=dtype_of(options.device), device=options.device)
     num_engines = 0
@@ -164,12 +166,22 @@ def read(folder: Path, case: Case, fresh: dict[str, Any]) -> dict[str, Any]:
     path = folder / f"{case.file}.json"
     if not path.exists():
         return fresh
-    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    for part in ("workload", "method", "engine_options", "device", "versions"):
+    try:
+        report: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        refuse(f"cannot read {path}: {error}: move it away, or give another folder")
+    if not isinstance(report, dict) or not isinstance(report.get("runs"), list):
+        refuse(f"{path} is no report of the bench: move it away, or give another folder")
+    for part in ("model", "workload", "method", "engine_options", "device", "versions"):
         if report.get(part) != json.loads(json.dumps(fresh.get(part))):
-            print(f"{path} has another {part}: {report.get(part)}, not {fresh.get(part)}: give another folder")
-            sys.exit(USAGE_ERROR)
+            refuse(f"{path} has another {part}: {report.get(part)}, not {fresh.get(part)}: give another folder")
     return report
+
+
+def refuse(message: str) -> NoReturn:
+    """End the program over a mistake, before anything is run."""
+    print(message)
+    sys.exit(USAGE_ERROR)
 
 
 def write(path: Path, report: dict[str, Any]) -> None:

@@ -10,8 +10,10 @@ from urllib.request import getproxies
 
 import torch
 from huggingface_hub import constants as hub_constants
+from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,6 +32,10 @@ from hf_sparsekv.ops.prefill_choice import check_prompts
 
 MAX_REASON = 400
 """Characters of what transformers says of a model that it cannot open."""
+UNLOADABLE = (OSError, ValueError, SafetensorError)
+"""What transformers raises where it cannot load weights: no files, or torn ones."""
+_BAD_FIELDS = (StrictDataclassError, TypeError, AttributeError, ArithmeticError, LookupError)
+"""What transformers raises of files whose fields are missing, of a wrong type or impossible."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -84,6 +90,9 @@ class _ModelFiles:
         options = {"trust_remote_code": self.trust_remote_code, "local_files_only": self.is_offline}
         try:
             return kind.from_pretrained(self.path_or_id, **options)
+        except _BAD_FIELDS as error:
+            reason = f"{type(error).__name__}: {_one_line(error)}"
+            raise InputError(f"cannot open {what} {self.name!r}: {reason}; are its files whole?") from error
         except (OSError, ValueError) as error:
             if self.is_offline:
                 reason = "HF_HUB_OFFLINE is set" if hub_constants.HF_HUB_OFFLINE else f"{hub_host()} cannot be reached"
@@ -137,7 +146,7 @@ def load_weights(source: ModelSource, *, dtype: str, device: str, console: Conso
                 trust_remote_code=source.trust_remote_code,
                 local_files_only=source.is_offline,
             )
-        except (OSError, ValueError) as error:
+        except UNLOADABLE as error:
             raise InputError(f"cannot load {source.path_or_id}: {_one_line(error)}") from error
         return model.to(where).eval()  # type: ignore[no-any-return, arg-type]
 

@@ -4,7 +4,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from hf_sparsekv.cli.loading import ModelSource, load_weights, pick_device, pick_dtype
+from hf_sparsekv.cli.loading import UNLOADABLE, ModelSource, load_weights, pick_device, pick_dtype
 from hf_sparsekv.cli.progress import status
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.engine.config import EngineConfig
@@ -46,7 +46,7 @@ def load_replica(
                 trust_remote_code=source.trust_remote_code,
                 local_files_only=source.is_offline,
             )
-        except (OSError, ValueError) as error:
+        except UNLOADABLE as error:
             raise InputError(f"cannot load {source.path_or_id}: {error}") from error
 
 

@@ -46,7 +46,7 @@ class LineFile:
             self._file = path.open("ab", buffering=0)
             self._length = self._file.seek(0, os.SEEK_END)
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable(path, error) from error
         self._synced_s = clock()
 
     def write(self, values: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ class LineFile:
         except OSError as error:
             with suppress(OSError):  # the next run cuts it off otherwise
                 self._file.truncate(self._length)
-            raise InputError(f"{_unwritable(self._path, error)}; {_AGAIN}") from error
+            raise InputError(f"{unwritable(self._path, error)}; {_AGAIN}") from error
         self._length += len(line)
         if self._sync_every_s is not None and self._clock() - self._synced_s >= self._sync_every_s:
             self.sync()
@@ -74,7 +74,7 @@ class LineFile:
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise _unwritable(self._path, error) from error
+            raise unwritable(self._path, error) from error
         self._synced_s = self._clock()
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class ResultFile:
         try:
             other.replace(self.path.resolve())
         except OSError as error:
-            raise _unwritable(self.path, error) from error
+            raise unwritable(self.path, error) from error
         self._lines = LineFile(self.path, sync_every_s=self._sync_every_s)
 
     def __exit__(
@@ -180,7 +180,7 @@ class ResultFile:
                     file.truncate(end)
                     os.fsync(file.fileno())
         except OSError as error:
-            raise _unwritable(self.path, error) from error
+            raise unwritable(self.path, error) from error
 
     def _read_ids(self, file: BinaryIO) -> int:
         """Fill `done`; where the last whole line ends."""
@@ -227,7 +227,7 @@ class ErrorFile:
         except BaseException as error:
             self._lock.release()
             if isinstance(error, OSError):
-                raise _unwritable(path, error) from error
+                raise unwritable(path, error) from error
             raise
 
     def write(self, line: int, name: str | int | None, reason: str) -> None:
@@ -283,7 +283,7 @@ def _acquire(lock: FileLock, path: Path, option: str, wait_s: float = 0.0) -> No
     except Timeout as error:
         raise InputError(f"another process is writing to {path}: wait for it, or give another {option}") from error
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
 
 
 def _json(line: bytes) -> Any:
@@ -315,5 +315,6 @@ def _is_torn(line: bytes, first_field: str | None) -> bool:
     return rest.startswith(following) or following.startswith(rest)
 
 
-def _unwritable(path: Path, error: OSError) -> InputError:
+def unwritable(path: Path, error: OSError) -> InputError:
+    """What to raise where a file cannot be opened, read back or written."""
     return InputError(f"cannot write {path}: {error.strerror or error}")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from hf_sparsekv.engine.batch_results import RESULT_FIELDS, ResultFile, lock_of, remove_with_lock, result_id
+from hf_sparsekv.engine.batch_results import RESULT_FIELDS, ResultFile, lock_of, remove_with_lock, result_id, unwritable
 from hf_sparsekv.errors import InputError
 
 WAIT_S = 120.0
@@ -89,7 +89,7 @@ class PartFiles:
         """Move the parts that nobody writes to into the output, whose lock is held.
 
         Raises:
-            InputError: a replica of a run with another number of them is at work.
+            InputError: a replica of a run with another number of them is at work, or a file cannot be read or written.
         """
         with ExitStack() as held:
             parts = []
@@ -105,7 +105,10 @@ class PartFiles:
                     continue
                 parts.append(path)
             if parts:
-                merged.done |= self._rewrite(merged, parts)
+                try:
+                    merged.done |= self._rewrite(merged, parts)
+                except OSError as error:  # a folder of that name, a full disk
+                    raise unwritable(Path(error.filename or self.output), error) from error
             for path in parts:
                 remove_with_lock(path)
                 self._on_merged(path)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_sparsekv.errors import ConfigError
+from hf_sparsekv.errors import ConfigError, shown
 from hf_sparsekv.hf.models import text_config
 from hf_sparsekv.hf.sharding import tp_mesh
 from hf_sparsekv.ops.kernels import decode_obstacle
@@ -40,10 +40,10 @@ class GraphWish:
         Raises:
             ConfigError: a value that is none, or a contradiction.
         """
-        if self.cuda_graphs not in (None, True, False):
-            raise ConfigError(f"cuda_graphs must be True, False or None: got {self.cuda_graphs!r}")
-        if self.compile not in (True, False):
-            raise ConfigError(f"compile must be True or False: got {self.compile!r}")
+        if self.cuda_graphs is not None and not isinstance(self.cuda_graphs, bool):  # 0 would not be False below
+            raise ConfigError(f"cuda_graphs must be True, False or None: got {shown(self.cuda_graphs)}")
+        if not isinstance(self.compile, bool):
+            raise ConfigError(f"compile must be True or False: got {shown(self.compile)}")
         if self.compile and self.cuda_graphs is False:
             raise ConfigError("compile=True compiles what CUDA graphs hold, and cuda_graphs=False leaves them out")
 

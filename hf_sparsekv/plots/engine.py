@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_sparsekv.errors import InputError, shown
-from hf_sparsekv.plots.canvas import COLOURS, new_figure, whole_numbers
+from hf_sparsekv.plots.canvas import COLOURS, check_kind, new_figure, whole_numbers
 from hf_sparsekv.profile.engine_blocks import EngineBlocks
 from hf_sparsekv.scorers.checks import check_int
 
@@ -33,6 +33,7 @@ def pool_over_time(looks: Sequence[EngineBlocks]) -> "Figure":
     from matplotlib.colors import BoundaryNorm, ListedColormap
     from matplotlib.patches import Patch
 
+    _check_looks(looks)
     names = list(dict.fromkeys(name for look in looks for name in look.requests))
     owner_BN = np.full((_num_blocks(looks), len(looks)), -1)
     for step, look in enumerate(looks):
@@ -104,6 +105,13 @@ def stored_over_time(looks: Sequence[EngineBlocks], request_id: str, layer_idx: 
     return figure
 
 
+def _check_looks(looks: Sequence[EngineBlocks]) -> None:
+    if not isinstance(looks, Sequence) or isinstance(looks, str):
+        raise InputError(f"looks must be a list of hf_sparsekv EngineBlocks: got {shown(looks)}")
+    for look in looks:
+        check_kind("each look", look, EngineBlocks)
+
+
 def _num_blocks(looks: Sequence[EngineBlocks]) -> int:
     if not looks:
         raise InputError("no look at an engine: call engine_blocks(engine) after each step")
@@ -112,6 +120,7 @@ def _num_blocks(looks: Sequence[EngineBlocks]) -> int:
 
 def _with_request(looks: Sequence[EngineBlocks], request_id: str) -> list[tuple[int, EngineBlocks]]:
     """The looks that show a request, numbered."""
+    _check_looks(looks)
     found = [(i, look) for i, look in enumerate(looks) if request_id in look.requests]
     if not found:
         known = sorted({name for look in looks for name in look.requests})

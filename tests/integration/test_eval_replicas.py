@@ -180,6 +180,13 @@ def test_every_piece_is_taken_once(tmp_path):
     assert other.take("abc") == "a"
 
 
+def test_a_folder_where_claims_belong_is_named(tmp_path):
+    (tmp_path / "out.jsonl.claims").mkdir()
+    for call in (lambda: Claims(tmp_path / "out.jsonl").take("abc"), Claims(tmp_path / "out.jsonl").forget):
+        with pytest.raises(InputError, match=r"cannot write .*out\.jsonl\.claims: "):
+            call()
+
+
 def test_tasks_of_lm_eval_are_refused_in_several_processes(folder, monkeypatch, capsys):
     for name, value in rank_environment(0, 2, free_port()).items():
         monkeypatch.setenv(name, value)

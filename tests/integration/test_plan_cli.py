@@ -1,6 +1,8 @@
 """`hf-sparsekv plan --calibrate`: a text in, a plan out, and every mistake one line before anything is measured."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -123,3 +125,35 @@ def test_planning_reads_no_text_and_needs_no_tokenizer(tmp_path, text, capsys, m
     said = " ".join(err.split())
     assert "cannot open the tokenizer of model" in said
     assert not said.endswith(":"), "the reasons come after the colon"
+
+
+@pytest.mark.parametrize("field", [{"num_hidden_layers": "x"}, {"num_attention_heads": 0}, {"dtype": "no such"}])
+def test_a_configuration_with_an_impossible_field_is_one_line(folder, tmp_path, capsys, monkeypatch, field):
+    values = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(values | field), encoding="utf-8")
+    code, _, err = run(capsys, monkeypatch, "-m", str(tmp_path), "-l", "200", "--budget", "80")
+    assert code == 2
+    assert f"error: cannot open model '{tmp_path}': " in " ".join(err.split())
+    assert "are its files whole?" in " ".join(err.split())
+
+
+def test_torn_weights_are_one_line(folder, tmp_path, text, capsys, monkeypatch):
+    torn = tmp_path / "torn"
+    shutil.copytree(folder, torn)
+    (torn / "model.safetensors").write_bytes((torn / "model.safetensors").read_bytes()[:1000])
+    plan = str(tmp_path / "p.json")
+    code, _, err = run(
+        capsys, monkeypatch, "-m", str(torn), "--calibrate", text, "-o", plan, "-l", "200", "--budget", "80", *METHOD
+    )
+    assert code == 2
+    assert f"error: cannot load {torn}: " in " ".join(err.split())
+
+
+def test_a_torn_tokenizer_is_one_line(folder, tmp_path, text, capsys, monkeypatch):
+    torn = tmp_path / "torn"
+    shutil.copytree(folder, torn)
+    (torn / "tokenizer.json").write_text("{}", encoding="utf-8")
+    plan = str(tmp_path / "p.json")
+    code, _, err = run(capsys, monkeypatch, "-m", str(torn), "--calibrate", text, "-o", plan, "-l", "200")
+    assert code == 2
+    assert f"error: cannot open the tokenizer of model '{torn}': KeyError" in " ".join(err.split())

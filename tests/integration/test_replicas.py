@@ -199,6 +199,17 @@ def test_files_of_something_else_are_refused_and_left_alone(files):
         path.unlink()
 
 
+def test_a_folder_where_a_part_belongs_is_named(files):
+    part = files[1].with_name(f"{files[1].name}.part-0-of-2")
+    part.mkdir()
+    for num_replicas in (1, 2):
+        with (
+            pytest.raises(InputError, match=rf"cannot write .*{part.name}: Is a directory"),
+            replica_files(files, 0, num_replicas),
+        ):
+            pass
+
+
 def test_a_link_stays_one_and_its_file_is_merged(files, tmp_path):
     real = tmp_path / "elsewhere.jsonl"
     real.write_text("")

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = ["--shape", "tiny", "--device", "cpu", "--input-len", "24", "--concurrency", "2", "--num-requests", "2"]
 
 
-def grid(folder, *options, output_len=3):
+def grid(folder, *options, output_len=3, only="published_1024"):
     command = [
         sys.executable,
         str(ROOT / "evals" / "serving_grid.py"),
@@ -22,7 +22,7 @@ def grid(folder, *options, output_len=3):
         *options,
     ]
     return subprocess.run(
-        [*command, "--only", "published_1024", "--output-len", str(output_len)],
+        [*command, "--only", only, "--output-len", str(output_len)],
         capture_output=True,
         text=True,
         check=False,
@@ -69,3 +69,29 @@ def test_another_workload_does_not_enter_the_file(folder):
     other = grid(folder, output_len=2)
     assert other.returncode == 2 and "has another workload" in other.stdout
     assert path.read_text() == before
+
+
+def test_another_model_does_not_enter_the_file(folder):
+    path = folder / "serving_published_1024.json"
+    before = path.read_text()
+    report = json.loads(before)
+    report["model"]["num_layers"] += 1
+    path.write_text(json.dumps(report))
+    other = grid(folder)
+    path.write_text(before)
+    assert other.returncode == 2 and "has another model" in other.stdout, other.stdout + other.stderr
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"runs": 3}'])
+def test_what_is_no_report_is_left_alone(tmp_path, text):
+    path = tmp_path / "serving_published_1024.json"
+    path.write_text(text)
+    refused = grid(tmp_path)
+    assert refused.returncode == 2 and str(path) in refused.stdout, refused.stdout + refused.stderr
+    assert path.read_text() == text
+
+
+def test_a_text_that_no_case_has_is_refused(tmp_path):
+    refused = grid(tmp_path / "new", only="nothing")
+    assert refused.returncode == 2 and "--only 'nothing' is in no line of --list" in refused.stdout
+    assert not (tmp_path / "new").exists()

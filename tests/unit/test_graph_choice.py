@@ -42,6 +42,9 @@ def test_graphs_that_cannot_be_had_raise_when_asked_for():
     ("cuda_graphs", "compiled", "message"),
     [
         ("yes", False, "cuda_graphs must be True, False or None: got 'yes'"),
+        (0, False, "cuda_graphs must be True, False or None: got 0"),
+        (torch.tensor([1, 2]), False, "cuda_graphs must be True, False or None: got tensor"),
+        (None, torch.tensor([1, 2]), "compile must be True or False: got tensor"),
         (None, "yes", "compile must be True or False: got 'yes'"),
         (False, True, "cuda_graphs=False leaves them out"),
     ],

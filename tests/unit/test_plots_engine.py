@@ -84,6 +84,14 @@ def test_what_cannot_be_drawn_is_said():
         plots.stored_over_time(LOOKS, "a", 1)
 
 
+@pytest.mark.parametrize("looks", [None, "looks", LOOKS[0], [LOOKS[0], {}]])
+def test_what_is_no_look_is_refused(looks):
+    calls = (plots.pool_over_time, lambda x: plots.layer_blocks(x, "a"), lambda x: plots.stored_over_time(x, "a", 0))
+    for call in calls:
+        with pytest.raises(InputError, match=r"looks? must be a .*EngineBlocks: got"):
+            call(looks)
+
+
 def test_magnitudes_and_masses_by_layer():
     def layer(i):
         curve = {"best_mass": (1.0,), "kept_mass": (1.0,), "output_error": (0.1,)}
