@@ -9,8 +9,8 @@ bytes are the layer plan's. Budgets of single heads exist here only: no cache st
 
 Seen on the built-in model at 1,024 tokens (`results/budget_shapes_*.json`; few samples, see the intervals): plans
 measured on prose lower perplexity by about 1 % against equal budgets at 10x, and there lose the needle, since the layer
-that finds it hardly looks back in prose and gets the smallest budget. Recited texts among the measured ones mend much of
-that, yet equal budgets stay the safe choice at 10x. Budgets by head gain 3 % in perplexity and lose the needle as well.
+that finds it hardly looks back in prose and gets the smallest budget. Recited texts among the measured ones mend much
+of that, yet equal budgets stay the safe choice at 10x. Budgets by head gain 3 % in perplexity and lose the needle too.
 """
 
 import argparse
