@@ -20,7 +20,7 @@ def check_options(output: Path, options: Mapping[str, Any], *, has_results: bool
         output: of the run; its options lie beside it.
         options: by name, JSON-able: those that decide what an answer is.
         has_results: whether the output, or a part of it, has any; without them an earlier run's options do not matter.
-        may_mix: go on all the same, from now on with these.
+        may_mix: go on all the same, this time: the next run is held to the first one's again.
     Raises:
         InputError: names the options that differ.
     """
@@ -29,7 +29,9 @@ def check_options(output: Path, options: Mapping[str, Any], *, has_results: bool
     if has_results and stored is None:
         return
     changed = [name for name in given if stored is not None and name in stored and stored[name] != given[name]]
-    if has_results and changed and not may_mix:
+    if has_results and changed:
+        if may_mix:
+            return
         assert stored is not None
         changes = [f"{name} was {shown(stored[name])}, is {shown(given[name])}" for name in changed[:_SHOWN_CHANGES]]
         more = f" and {len(changed) - _SHOWN_CHANGES} more" if len(changed) > _SHOWN_CHANGES else ""
