@@ -43,6 +43,6 @@ def test_both_caches_are_measured_and_the_bytes_are_the_plans(tiny_llama, tmp_pa
         assert figures[cache]["decode_tokens_per_s"] == pytest.approx(3 / (sum(decoded) / 2))
     assert figures["scoring_s"] == pytest.approx(sum(figures["runs"]["scoring_s"]) / 2)
     assert {"context", "budget", "new_tokens", "repeats", "scorer", "device", "seed"} <= set(figures["settings"])
-    assert figures["commit"] is None or re.fullmatch(r"[0-9a-f]{40}\+?", figures["commit"])
+    assert figures["commit"] is None or re.fullmatch(r"\S*[0-9a-f]{7,40}(-dirty)?", figures["commit"])
     assert "5/7" in capsys.readouterr().err  # progress, while the run waits
     assert set(figures["versions"]) == {"torch", "transformers", "hf_sparsekv"}

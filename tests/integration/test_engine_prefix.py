@@ -320,11 +320,12 @@ def random_entry(rng, documents):
     return prompt, params, rng.choice([*(CONFIGS | {"all fits": BOUNDED}).values(), SPARSE.with_(scorer="h2o")])
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_soak_of_shared_prefixes_gives_each_request_what_it_gets_alone(model, seed):
+@pytest.mark.parametrize(("seed", "requests"), [(0, 2.0), (1, 2.5)])
+def test_a_soak_of_shared_prefixes_gives_each_request_what_it_gets_alone(model, seed, requests):
     rng, entries, outputs, live = random.Random(seed), {}, {}, []
     documents = [tokens_of(46, i) for i in range(4)]
-    options = small(model, DENSE, requests=2.5).with_(max_batch_tokens=64, prefill_chunk_tokens=rng.choice([None, 17]))
+    options = small(model, DENSE, requests=requests)
+    options = options.with_(max_batch_tokens=64, prefill_chunk_tokens=rng.choice([None, 17]))
     with skv.Engine(model, SPARSE, options) as engine:
         while len(entries) < 150 or engine.has_unfinished:
             for _ in range(min(rng.choice([0, 0, 1, 3]), 150 - len(entries))):
