@@ -69,6 +69,8 @@ eval: setup
 	$(call compare,mmlu) --tasks mmlu --suite offline --lengths 1024 --seeds 2001 --limit 40
 	$(call compare,needle_2k) --tasks needle --lengths 2048 --seeds 2001,2003
 	$(call compare,needle_4k) --tasks needle --lengths 4096 --seeds 2001
+	$(call compare,documents_2k) --tasks document_qa --lengths 2048 --seeds $(call odd,2001,2009)
+	$(call compare,perplexity_4k) --tasks perplexity --lengths 4096 --seeds $(call odd,2001,2007)
 	$(BIN)/hf-sparsekv eval --method published-layers --tasks needle,perplexity --lengths 2048 --seeds $(call odd,2001,2005) \
 	  --dtype bfloat16 $(EVAL_ARGS) --out $(EVAL_DIR)/published_layers.jsonl --json $(EVAL_DIR)/published_layers.json
 	$(BIN)/python -m evals.tables
