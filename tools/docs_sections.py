@@ -11,7 +11,7 @@ from griffe import Extension, Object
 _SECTION = re.compile(r"(?<=\S)\n(?=(?:Args|Returns|Yields|Raises|Source):)")
 
 
-class Sections(Extension):  # type: ignore[misc]  # griffe is there where the site is built
+class Sections(Extension):  # type: ignore[misc, unused-ignore]  # griffe is there where the site is built
     """Puts the blank lines in."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
