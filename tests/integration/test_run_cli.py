@@ -253,7 +253,7 @@ def test_no_more_lines_are_read_than_the_engine_can_use(files, run, monkeypatch)
 
 
 def test_killed_at_random_moments_it_goes_on_and_answers_every_line_once(folder, files, run, start):
-    asked, rng = prompts(150), random.Random(os.getpid())
+    asked, rng = prompts(600), random.Random(os.getpid())  # more than four starts can answer
     lengths = {name: rng.randrange(1, 12) for name in asked}  # so that they end at different times
     lines = [{"id": name, "token_ids": ids, "max_tokens": lengths[name]} for name, ids in asked.items()]
     write_lines(files[0], *lines, "bad")
