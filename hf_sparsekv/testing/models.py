@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import TypedDict, TypeVar, Unpack
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -110,3 +112,12 @@ def _built(
     model.to(dtype=dtype)  # type: ignore[call-arg]  # decorated without types
     model.eval()
     return model
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose 256 tokens are bytes, the space ending and padding."""
+    vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Tokenizer(models.BPE(vocab, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="Ġ", pad_token="Ġ")

@@ -9,8 +9,9 @@ import runpy
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,11 @@ def _report(program: Path, name: str, arguments: tuple[Any, ...], connection: Co
     except BaseException:  # noqa: BLE001 (told to the test)
         result = (True, traceback.format_exc())
     connection.send(result)
+
+
+def exit_codes(processes: Sequence[BaseProcess], wait_s: float = 120.0) -> list[int | None]:
+    """Of all, when they have ended; None for what still runs after so many seconds."""
+    deadline = time.monotonic() + wait_s
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    return [process.exitcode for process in processes]

@@ -9,13 +9,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from hf_sparsekv.cli import eval as eval_module
 from hf_sparsekv.cli.app import main
 from hf_sparsekv.errors import InputError
-from hf_sparsekv.testing.models import tiny_llama
+from hf_sparsekv.testing.models import byte_tokenizer, tiny_llama
 
 # numpy's longdouble probe and transformers' own, while loading
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -28,11 +26,7 @@ def folder(tmp_path_factory):
     """A tiny model whose tokens are bytes."""
     path = tmp_path_factory.mktemp("model")
     tiny_llama(num_layers=4, num_heads=4, num_kv_heads=2).save_pretrained(path)
-    vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = Tokenizer(models.BPE(vocab, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="Ġ", pad_token="Ġ").save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
     return str(path)
 
 

@@ -11,16 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from evals.claims import Claims
 from evals.tasks.lines import SampleLines, sample_parts
 from hf_sparsekv.cli.app import main
 from hf_sparsekv.errors import InputError
 from hf_sparsekv.testing.compare import MAX_LOGITS_RELATIVE_ERROR
-from hf_sparsekv.testing.models import tiny_llama
-from hf_sparsekv.testing.ranks import free_port, rank_environment, start_rank
+from hf_sparsekv.testing.models import byte_tokenizer, tiny_llama
+from hf_sparsekv.testing.ranks import exit_codes, free_port, rank_environment, start_rank
 
 WAIT_S = 120.0
 GRID = ["--lengths", "600", "--seeds", "1,3", "--limit", "12", "--essay", "pydoc", "--device", "cpu"]
@@ -35,11 +33,7 @@ def folder(tmp_path_factory):
     """A tiny model whose tokens are bytes."""
     path = tmp_path_factory.mktemp("model")
     tiny_llama(num_layers=3, num_heads=8, num_kv_heads=4).save_pretrained(path)
-    vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = Tokenizer(models.BPE(vocab, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="Ġ", pad_token="Ġ").save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
     return str(path)
 
 
@@ -61,13 +55,6 @@ def launch(folder, monkeypatch, tmp_path):
     for process in started:
         process.kill()
         process.join()
-
-
-def wait_for(processes):
-    deadline = time.monotonic() + WAIT_S
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    return [process.exitcode for process in processes]
 
 
 def lines_of(path):
@@ -105,12 +92,12 @@ def left_beside():
 
 @pytest.fixture
 def alone(launch):
-    assert wait_for(launch(1, "alone")) == [0]
+    assert exit_codes(launch(1, "alone")) == [0]
     return lines_of("alone.jsonl")
 
 
 def test_two_processes_give_what_one_gives(launch, alone):
-    assert wait_for(launch(2, "two")) == [0, 0]
+    assert exit_codes(launch(2, "two")) == [0, 0]
     assert len(alone) == 1 + 10 * 2 * 3 + 2 * (3 + 1)  # the header, needle, perplexity with and without a context
     assert lines_of("two.jsonl") == alone  # in the order of the samples
     assert figures("two") == figures("alone")
@@ -128,10 +115,10 @@ def test_what_killed_processes_had_is_kept_and_the_next_run_goes_on(launch, alon
         time.sleep(0.002)
     for process in processes:
         process.kill()
-    assert wait_for(processes) == [-9, -9]
+    assert exit_codes(processes) == [-9, -9]
     stored = [raw for path in parts for raw in path.read_bytes().splitlines(keepends=True) if raw.endswith(b"\n")]
     assert 0 < len(stored) < len(alone) - 1
-    assert wait_for(launch(next_size, "two")) == [0] * next_size
+    assert exit_codes(launch(next_size, "two")) == [0] * next_size
     assert by_id(lines_of("two.jsonl")) == by_id(alone)
     merged = Path("two.jsonl").read_bytes().splitlines(keepends=True)
     assert set(stored) <= set(merged)  # with their seconds: nothing was measured twice
@@ -148,7 +135,7 @@ def test_who_is_left_measures_what_a_killed_process_did_not(launch, alone):
         assert time.monotonic() < deadline
         time.sleep(0.002)
     second.kill()
-    assert wait_for([first, second]) == [0, -9]
+    assert exit_codes([first, second]) == [0, -9]
     assert by_id(lines_of("two.jsonl")) == by_id(alone)
     assert figures("two") == figures("alone")
     assert not left_beside()
@@ -156,20 +143,20 @@ def test_who_is_left_measures_what_a_killed_process_did_not(launch, alone):
 
 def test_what_is_there_already_is_not_measured_again(launch, alone):
     before = Path("alone.jsonl").read_bytes()
-    assert wait_for(launch(2, "alone")) == [0, 0]
+    assert exit_codes(launch(2, "alone")) == [0, 0]
     assert Path("alone.jsonl").read_bytes() == before
 
 
 def test_another_number_of_processes_is_turned_away_while_one_is_at_work(launch):
     with sample_parts(Path("two.jsonl"), replica=0, num_replicas=2).part():
         for number in (1, 3):
-            assert wait_for(launch(number, "two")) == [2] * number
+            assert exit_codes(launch(number, "two")) == [2] * number
             with (
                 pytest.raises(InputError, match="is being written by one of 2 replicas"),
                 SampleLines(sample_parts(Path("two.jsonl"), num_replicas=number), {}),
             ):
                 pass
-    assert wait_for(launch(1, "two")) == [0]
+    assert exit_codes(launch(1, "two")) == [0]
 
 
 def test_every_piece_is_taken_once(tmp_path):
@@ -198,8 +185,8 @@ def test_tasks_of_lm_eval_are_refused_in_several_processes(folder, monkeypatch, 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_ranks_that_share_a_model_and_their_replicas_give_what_one_process_gives(launch, world_size):
-    assert wait_for(launch(1, "alone", *BOUNDED)) == [0]
-    assert wait_for(launch(world_size, "shared", *BOUNDED, "--tp", "2")) == [0] * world_size
+    assert exit_codes(launch(1, "alone", *BOUNDED)) == [0]
+    assert exit_codes(launch(world_size, "shared", *BOUNDED, "--tp", "2")) == [0] * world_size
     assert_as_on_one(lines_of("shared.jsonl"), lines_of("alone.jsonl"))
     assert figures("shared")[1:] == figures("alone")[1:]  # configurations, and the model with its weights' hash
     assert not left_beside()
@@ -208,8 +195,8 @@ def test_ranks_that_share_a_model_and_their_replicas_give_what_one_process_gives
 @pytest.mark.multi_gpu
 def test_two_gpus_that_share_a_model_give_what_one_gives(launch):
     on_gpus = [*BOUNDED, "--device", "cuda", "--dtype", "float32"]
-    assert wait_for(launch(1, "alone", *on_gpus)) == [0]
-    assert wait_for(launch(2, "shared", *on_gpus, "--tp", "2")) == [0, 0]
+    assert exit_codes(launch(1, "alone", *on_gpus)) == [0]
+    assert exit_codes(launch(2, "shared", *on_gpus, "--tp", "2")) == [0, 0]
     assert_as_on_one(lines_of("shared.jsonl"), lines_of("alone.jsonl"))
     assert figures("shared")[1:] == figures("alone")[1:]
     assert not left_beside()
@@ -225,11 +212,11 @@ def test_a_killed_rank_ends_its_replica_and_the_next_run_goes_on(launch, alone, 
         assert time.monotonic() < deadline
         time.sleep(0.002)
     processes[killed].kill()
-    codes = wait_for(processes)
+    codes = exit_codes(processes)
     assert codes == [2 if rank == 1 - killed else -9 if rank == killed else 0 for rank in range(4)]
     assert 0 < len(lines_of(parts[0]) + lines_of(parts[1])) < len(alone) - 1
     stored = [raw for path in parts for raw in path.read_bytes().splitlines(keepends=True) if raw.endswith(b"\n")]
-    assert wait_for(launch(2, "four", *TASKS, "--tp", "2")) == [0, 0]
+    assert exit_codes(launch(2, "four", *TASKS, "--tp", "2")) == [0, 0]
     assert_as_on_one(by_id(lines_of("four.jsonl")), by_id(alone))
     assert set(stored) <= set(Path("four.jsonl").read_bytes().splitlines(keepends=True))
     assert not left_beside()
@@ -237,7 +224,7 @@ def test_a_killed_rank_ends_its_replica_and_the_next_run_goes_on(launch, alone, 
 
 def test_results_of_one_process_are_not_measured_again_by_ranks_that_share_the_model(launch, alone):
     before = Path("alone.jsonl").read_bytes()
-    assert wait_for(launch(2, "alone", *TASKS, "--tp", "2")) == [0, 0]
+    assert exit_codes(launch(2, "alone", *TASKS, "--tp", "2")) == [0, 0]
     assert Path("alone.jsonl").read_bytes() == before
 
 
@@ -246,8 +233,8 @@ def test_results_of_one_process_are_not_measured_again_by_ranks_that_share_the_m
 def test_three_ranks_evaluate_the_built_in_model(launch, builtin_model_path):
     needle = ["-m", str(builtin_model_path), "-t", "needle", "--lengths", "300", "--seeds", "1", "--limit", "1"]
     needle += [*TASKS[-4:], "--modes", "aware", "--essay", "pydoc", "--device", "cpu", "--dtype", "float32"]
-    assert wait_for(launch(1, "alone", *needle)) == [0]
-    assert wait_for(launch(3, "three", *needle, "--tp", "3")) == [0, 0, 0]
+    assert exit_codes(launch(1, "alone", *needle)) == [0]
+    assert exit_codes(launch(3, "three", *needle, "--tp", "3")) == [0, 0, 0]
     assert len(lines_of("three.jsonl")) == 1 + 3
     assert_as_on_one(lines_of("three.jsonl"), lines_of("alone.jsonl"))
 

@@ -14,7 +14,7 @@ from hf_sparsekv.engine.batch_parts import ReplicaFiles
 from hf_sparsekv.errors import ConfigError, InputError
 from hf_sparsekv.parallel.place import Place
 from hf_sparsekv.testing.models import tiny_llama
-from hf_sparsekv.testing.ranks import free_port, rank_environment, start_rank
+from hf_sparsekv.testing.ranks import exit_codes, free_port, rank_environment, start_rank
 
 WAIT_S = 120.0
 OPTIONS = [
@@ -65,13 +65,6 @@ def launch(folder, files, monkeypatch):
         process.join()
 
 
-def wait_for(processes):
-    deadline = time.monotonic() + WAIT_S
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    return [process.exitcode for process in processes]
-
-
 def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -87,8 +80,8 @@ def left_beside(output):
 @pytest.mark.slow
 def test_two_replicas_of_two_ranks_give_what_one_process_gives(launch, files, tmp_path):
     alone = tmp_path / "alone.jsonl"
-    assert wait_for(launch(1, output=alone)) == [0]
-    assert wait_for(launch(4, "--tp", "2")) == [0, 0, 0, 0]
+    assert exit_codes(launch(1, output=alone)) == [0]
+    assert exit_codes(launch(4, "--tp", "2")) == [0, 0, 0, 0]
     assert answers(files[1]) == answers(alone)
     assert [line["id"] for line in read(files[1])] == [f"q{i}" for i in range(13)]  # in the input's order
     errors = read(tmp_path / "out.errors.jsonl")
@@ -100,7 +93,7 @@ def test_two_replicas_of_two_ranks_give_what_one_process_gives(launch, files, tm
 @pytest.mark.parametrize("next_size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_a_killed_replica_had_is_kept_and_the_next_run_goes_on(launch, files, tmp_path, next_size):
     alone = tmp_path / "alone.jsonl"
-    assert wait_for(launch(1, output=alone)) == [0]
+    assert exit_codes(launch(1, output=alone)) == [0]
     first, second = launch(2)
     part = tmp_path / "out.jsonl.part-1-of-2"
     deadline = time.monotonic() + WAIT_S
@@ -109,11 +102,11 @@ def test_what_a_killed_replica_had_is_kept_and_the_next_run_goes_on(launch, file
         assert time.monotonic() < deadline
         time.sleep(0.002)
     second.kill()
-    assert wait_for([first, second])[0] == 0
+    assert exit_codes([first, second])[0] == 0
     before = read(files[1]) + read_whole(part)
     had = {line["id"]: line for line in before}
     assert set(had) >= {f"q{i}" for i in range(0, 13, 2)}  # the survivor's, all of them
-    assert wait_for(launch(next_size)) == [0] * next_size
+    assert exit_codes(launch(next_size)) == [0] * next_size
     assert answers(files[1]) == answers(alone)
     assert all(line == had.get(line["id"], line) for line in read(files[1]))  # nothing was computed twice
     assert len(read(files[1])) == 13
