@@ -98,7 +98,17 @@ class PromptChunk:
     remains: PromptRemains = field(default_factory=PromptRemains)
     """What earlier selections of this prompt left, in a bounded prefill; and what the scorer raised, if it did: the
     scores are zeros then."""
+    stored_rows: tuple[Tensor, ...] = ()
+    """Of a prompt that goes on, per layer int64 [K, M]: `PagePool.head_rows` of its prompt table."""
     _filled: dict[int, Tensor] = field(default_factory=dict)
+    _bounds: dict[int, Tensor] = field(default_factory=dict)
+
+    def bounds(self, length: int) -> Tensor:
+        """int32 [2], 0 and a length, on the device: of a call for this prompt alone."""
+        if length not in self._bounds:
+            bounds = torch.tensor([0, length], dtype=torch.int32)
+            self._bounds[length] = to_device(bounds, self.rows.tokens.device)
+        return self._bounds[length]
 
     def filled(self, value: int) -> Tensor:
         """int32 [1] of a number, on the device; layers that need the same one share it."""
@@ -164,6 +174,8 @@ class PackedStep:
         self._write(layer_idx, k, v)
         if not self.decode and len(self.runs) == 1 and len(self.runs[0].chunks) == len(self.chunks):
             return self._attend_run(self.runs[0], layer_idx, q, k, v, scale).contiguous()  # all there is: as it comes
+        if not self.decode and not self.runs and len(self.chunks) == 1:
+            return self._attend_stored(self.chunks[0], layer_idx, q, scale).contiguous()
         output = torch.empty_like(q, memory_format=torch.contiguous_format)
         for part in self.decode:
             at = slice(part.offset, part.offset + part.count)
@@ -250,14 +262,17 @@ class PackedStep:
 
     def _attend_stored(self, chunk: PromptChunk, layer_idx: int, q: Tensor, scale: float) -> Tensor:
         """Of a prompt that goes on: its tokens are all of q, their keys are stored with those before."""
-        table, place = chunk.prompt_tables[layer_idx], chunk.rows.places[layer_idx]
-        assert table is not None
-        keys, values = self.pool.gather(table, chunk.num_held(place))
-        queries = q.transpose(0, 1)[None]
-        attended, _ = ops.attention(queries, keys, values, scale, None, True)
+        place = chunk.rows.places[layer_idx]
+        num_held = chunk.num_held(place)
+        keys, values = self.pool.gather(chunk.stored_rows[layer_idx], num_held)
+        bounds = (chunk.bounds(chunk.length), chunk.bounds(num_held), chunk.length, num_held)
+        attended, lse = ops.attention_varlen(
+            q, keys[0].transpose(0, 1), values[0].transpose(0, 1), *bounds, scale, True
+        )
         if not place.spec.is_full:
-            self._score(chunk, layer_idx, queries, keys, values, None, scale)
-        return attended[0].transpose(0, 1)
+            queries = q.transpose(0, 1)[None]
+            self._score(chunk, layer_idx, queries, keys, values, lse[None] if gives_lse() else None, scale)
+        return attended
 
     def _score(
         self,
@@ -269,10 +284,13 @@ class PackedStep:
         lse: Tensor | None,
         scale: float,
     ) -> None:
-        """Of a window layer: collect the query rows that score; when it is time select, and write what stays."""
+        """Of a window layer: collect the query rows that score; when it is time select, and write what stays.
+
+        `lse` fp32 [1, H, T] is that of the chunk's own rows over these keys, or None where it is not known.
+        """
         place, config = chunk.rows.places[layer_idx], chunk.rows.config
         needed = {"none": 0, "last": config.observation_window, "all": None}[config.scorer_object.queries]
-        if chunk.start == 0 and chunk.is_last:
+        if chunk.is_last and (chunk.start == 0 or (needed is not None and chunk.length >= needed)):
             rows = queries[:, :, 0 if needed is None else max(0, chunk.length - needed) :]
         else:
             tail = chunk.tails.setdefault(layer_idx, QueryTail(needed))
@@ -290,7 +308,7 @@ class PackedStep:
             scale=scale,
             row_reduction=config.rows,
             group_reduction=config.groups,
-            lse=None if lse is None else lse[:, :, lse.shape[2] - rows.shape[2] :],
+            lse=_lse_of_last(lse, rows.shape[2]),
             carried=carried,
             positions=positions,
             num_seen=chunk.seen,
@@ -337,6 +355,11 @@ class PackedStep:
             chunk.remains.keep(layer_idx, positions, kept_raw_scores(scores, kept), count)
         elif not place.is_append:
             chunk.kept.append(_KeptSlots(place, kept, positions, budget))
+
+
+def _lse_of_last(lse: Tensor | None, num_rows: int) -> Tensor | None:
+    """Of the last rows [1, H, num_rows]; None if it is not known or some of them came with an earlier chunk."""
+    return None if lse is None or lse.shape[2] < num_rows else lse[:, :, lse.shape[2] - num_rows :]
 
 
 def _write_row(chunk: PromptChunk) -> None:

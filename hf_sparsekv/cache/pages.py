@@ -40,10 +40,21 @@ class PagePool:
         """Bytes of one page, keys and values."""
         return 2 * num_kv_heads * page_size * head_dim * element_bytes
 
-    def gather(self, table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, K, num_tokens, D] of the first tokens behind one block table int32 [M], copied."""
-        pages = table[: -(-num_tokens // self.page_size)].long()
+    def head_rows(self, tables: Tensor) -> Tensor:
+        """int64 [..., K, M]: where every head of every page behind block tables int32 [..., M] lies, for `gather`."""
+        num_heads = self.num_kv_heads
+        heads = torch.arange(num_heads, device=tables.device)[:, None]
+        return tables.long()[..., None, :] * num_heads + heads
+
+    def gather(self, head_rows: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, K, num_tokens, D] of the first tokens behind one block table, copied once.
+
+        Args:
+            head_rows: int64 [K, M], of the table.
+            num_tokens: at most M pages full.
+        """
+        rows = head_rows[:, : -(-num_tokens // self.page_size)]
         keys, values = (
-            pool[pages].transpose(0, 1).flatten(1, 2)[None, :, :num_tokens] for pool in (self.keys, self.values)
+            pool.flatten(0, 1)[rows].flatten(1, 2)[None, :, :num_tokens] for pool in (self.keys, self.values)
         )
         return keys, values

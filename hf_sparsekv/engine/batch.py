@@ -158,6 +158,8 @@ class BatchBuilder:
         for layer, table, place, begin in zip(with_table, stacked.unbind(), slots.unbind(), first, strict=True):
             begin -= min(first)
             prompt_tables[layer], prompt_slots[layer] = table, place[begin : begin + planned.length]
+        # What goes on reads every layer's pages: then all have a table, and their places are made at once.
+        stored_rows = self._pool.head_rows(stacked).unbind() if planned.start > 0 else ()
         kept = self._kept_tables(request, group) if planned.is_last else ()
         tails = self._tails.setdefault(request.request_id, {})
         remains = self._remains.setdefault(request.request_id, PromptRemains())
@@ -178,6 +180,7 @@ class BatchBuilder:
             self._inv_freq,
             self._heads,
             remains=remains,
+            stored_rows=stored_rows,
         )
 
     def _slots_of(self, tables: Tensor, begin: int, end: int) -> Tensor:

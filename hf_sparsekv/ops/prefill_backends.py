@@ -48,6 +48,11 @@ class Packed:
         """B."""
         return self.cu_seqlens_q.shape[0] - 1
 
+    @property
+    def may_have_empty_rows(self) -> bool:
+        """Whether some row may see no key, as far as it is known without waiting for the device."""
+        return not (_is_one(self) and self.k.shape[0] >= (self.q.shape[0] if self.is_causal else 1))
+
 
 Call = Callable[[Packed], tuple[Tensor, Tensor | None]]
 
@@ -62,13 +67,14 @@ class LseForm:
     """What stands for a row that sees no key. FlashAttention-2 writes +inf."""
 
 
-def natural_lse(lse: Tensor, form: LseForm, num_heads: int, num_rows: int) -> Tensor:
+def natural_lse(lse: Tensor, form: LseForm, num_heads: int, num_rows: int, *, has_empty_rows: bool = True) -> Tensor:
     """Any backend's LSE as ours.
 
     Args:
         lse: what the backend returned.
         form: how that backend leaves it.
         num_heads, num_rows: H and T.
+        has_empty_rows: whether some row may see no key.
     Returns:
         fp32 [H, T], natural logarithm, -inf where a row sees nothing; changed in place.
     """
@@ -76,7 +82,9 @@ def natural_lse(lse: Tensor, form: LseForm, num_heads: int, num_rows: int) -> Te
     assert lse.dtype == torch.float32, f"an LSE in {lse.dtype}, expected float32"
     assert list(lse.shape) == expected, f"an LSE of shape {list(lse.shape)}, expected {expected} ({form.layout})"
     natural = lse.reshape(num_heads, num_rows)
-    return natural if form.empty == -math.inf else natural.masked_fill_(natural == form.empty, -math.inf)
+    if not has_empty_rows or form.empty == -math.inf:
+        return natural
+    return natural.masked_fill_(natural == form.empty, -math.inf)
 
 
 def flash_attn_3(packed: Packed) -> tuple[Tensor, Tensor]:

@@ -113,7 +113,8 @@ class Backend:
             output, lse = self.call(packed)
             assert self.lse is not None and lse is not None, "only what is called one by one may hide its LSE"
             num_rows, num_heads = packed.q.shape[:2]
-            return output, natural_lse(lse, self.lse, num_heads, num_rows)
+            has_empty_rows = packed.may_have_empty_rows
+            return output, natural_lse(lse, self.lse, num_heads, num_rows, has_empty_rows=has_empty_rows)
 
     def _unfit(self, problem: Problem) -> str | None:
         """Which fact about the problem it has no code for."""

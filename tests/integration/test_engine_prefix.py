@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import hf_sparsekv as skv
+from hf_sparsekv import ops
 from hf_sparsekv.attention import packed
 from hf_sparsekv.scorers import scorer_names
+from hf_sparsekv.testing.compare import assert_close_fp32
 from hf_sparsekv.testing.models import tiny_llama
 
 SIZE, WINDOW = 4, 6
@@ -157,6 +159,33 @@ def test_prompts_that_differ_in_one_token_share_the_blocks_before_it(model, chan
         outputs = one_by_one(engine, [one, other])
     assert outputs[1].cached_tokens == cached
     assert [output.token_ids for output in outputs] == without_cache(model, SPARSE, [one, other])
+
+
+class Watching(skv.Scorer):
+    """SnapKV's score; remembers the LSE that it was given, and the one of its definition."""
+
+    name = "watching"
+
+    def __init__(self):
+        self.given = []
+
+    def score(self, inputs):
+        defined = ops.window_lse(inputs.queries, inputs.keys, inputs.lengths, inputs.scale, inputs.keys.shape[2])
+        self.given.append((inputs.lse, defined))
+        return inputs.attention_received()
+
+
+@pytest.mark.parametrize(("chunk", "is_known"), [(WINDOW, True), (WINDOW + 3, True), (WINDOW - 1, False)])
+def test_scorers_get_the_lse_of_a_prompt_that_goes_on_if_its_last_chunk_has_all_of_their_rows(model, chunk, is_known):
+    scorer = Watching()
+    config = SPARSE.with_(scorer=scorer)
+    with skv.Engine(model, config, CACHING.with_(prefill_chunk_tokens=chunk)) as engine:
+        engine.generate([tokens_of(10 * chunk, 1)], GREEDY)
+    assert len(scorer.given) == 2  # window layers
+    for given, defined in scorer.given:
+        assert (given is not None) == is_known
+        if is_known:
+            assert_close_fp32(given, defined)
 
 
 def test_configurations_share_what_they_compute(model, kept):

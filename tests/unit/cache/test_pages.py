@@ -26,13 +26,13 @@ def test_what_was_written_through_a_table_is_gathered_in_order_whatever_else_the
         keys, values = torch.randn(length, 3, 8), torch.randn(length, 3, 8)
         at = torch.arange(length)
         ops.write_packed(pool.keys, pool.values, keys, values, table[at // 4].long() * 4 + at % 4)
-        read_keys, read_values = pool.gather(table, length)
+        read_keys, read_values = pool.gather(pool.head_rows(table), length)
         assert torch.equal(read_keys, keys.transpose(0, 1)[None])
         assert torch.equal(read_values, values.transpose(0, 1)[None])
 
 
 def test_what_is_gathered_is_a_copy():
     pool, table = pool_of(), torch.tensor([1], dtype=torch.int32)
-    keys, _ = pool.gather(table, 4)
+    keys, _ = pool.gather(pool.head_rows(table), 4)
     keys.fill_(1.0)
     assert not pool.keys.any()
