@@ -54,6 +54,8 @@ class Case:
     input_len: int | None = None
     """None = that of the command line."""
     prefill: str = "exact"
+    num_profile_steps: int = 0
+    """Decode steps whose GPU busy share is measured afterwards."""
 
     @property
     def name(self) -> str:
@@ -70,22 +72,35 @@ def long_prompt(input_len: int, prefill: str) -> Case:
 
 
 THREE_ROUNDS: dict[str, int] = {"num_requests": 192, "num_warmup": 16}
+ONE_ROUND: dict[str, int] = {"num_requests": 64, "num_warmup": 4}
+CROWD: dict[str, int] = {"concurrency": 256, "num_requests": 512, "num_warmup": 16}
+PROMPTS_ONLY: dict[str, int] = {"concurrency": 64, "num_requests": 64, "num_warmup": 8, "output_len": 1}
+PUBLISHED, SMALL = "serving_published_512", 5 * GIB
 
 CASES = (
-    Case(file="serving_published_512", kind="sparse", concurrency=64, **THREE_ROUNDS),
-    Case(file="prefill_published_512", kind="sparse", concurrency=64, num_requests=64, num_warmup=8, output_len=1),
-    *(Case(file="serving_balanced_512", kind="sparse", preset="balanced", concurrency=c) for c in (10, 20)),
     Case(file="serving_balanced_512", kind="sparse", preset="balanced", concurrency=64, **THREE_ROUNDS),
-    Case(file="serving_published_512", kind="dense", concurrency=10, kv_memory=5 * GIB, num_requests=20, num_warmup=4),
-    Case(file="serving_published_512", kind="dense", concurrency=64, kv_memory=5 * GIB, num_requests=64, num_warmup=4),
-    Case(file="serving_published_512", kind="transformers", concurrency=64, num_requests=64),
+    Case(file=PUBLISHED, kind="sparse", concurrency=64, num_profile_steps=40, **THREE_ROUNDS),
+    Case(file="prefill_published_512", kind="sparse", **PROMPTS_ONLY),
+    Case(file=PUBLISHED, kind="sparse", **CROWD),
+    *(Case(file=PUBLISHED, kind="sparse", concurrency=c, num_warmup=4, num_profile_steps=40) for c in (10, 20)),
+    *(Case(file=PUBLISHED, kind="sparse", concurrency=c, num_warmup=4, kv_memory=SMALL) for c in (10, 20)),
+    Case(file=PUBLISHED, kind="sparse", concurrency=64, kv_memory=SMALL, **THREE_ROUNDS),
     *(
         Case(file=f"serving_published_{budget}", kind="sparse", budget=budget, concurrency=64, **THREE_ROUNDS)
         for budget in (256, 1024)
     ),
-    Case(file="serving_published_512", kind="sparse", concurrency=20, num_warmup=4),
+    *(Case(file="serving_balanced_512", kind="sparse", preset="balanced", concurrency=c) for c in (10, 20)),
+    Case(file=PUBLISHED, kind="transformers", concurrency=64, num_requests=64),
+    Case(file=PUBLISHED, kind="dense", concurrency=64, kv_memory=SMALL, **ONE_ROUND),
+    Case(file=PUBLISHED, kind="dense", concurrency=64, **ONE_ROUND),
+    Case(file=PUBLISHED, kind="dense", concurrency=10, num_requests=20, num_warmup=4),
+    Case(file=PUBLISHED, kind="dense", concurrency=10, kv_memory=SMALL, num_requests=20, num_warmup=4),
+    Case(file=PUBLISHED, kind="dense", concurrency=20, num_requests=40, num_warmup=4),
+    Case(file=PUBLISHED, kind="dense", concurrency=20, kv_memory=SMALL, num_requests=40, num_warmup=4),
+    Case(file="prefill_published_512", kind="dense", **PROMPTS_ONLY),
+    Case(file=PUBLISHED, kind="dense", concurrency=256, num_requests=256, num_warmup=16),
     *(Case(file=f"serving_published_{n}", kind="sparse", budget=n, concurrency=20, num_warmup=4) for n in (256, 1024)),
-    *(long_prompt(length, prefill) for length in (2**15, 2**17) for prefill in ("exact", "bounded")),
+    *(long_prompt(length, prefill) for length in (2**15, 2**17) for prefill in ("bounded", "exact")),
 )
 """In the order in which they run."""
 
@@ -137,6 +152,7 @@ def plan_of(case: Case, options: argparse.Namespace) -> BenchPlan:
         engine=skv.EngineConfig(max_batch_tokens=options.max_batch_tokens),
         num_requests=options.num_requests or case.num_requests,
         num_warmup=case.num_warmup,
+        num_profile_steps=case.num_profile_steps,
     )
 
 
