@@ -21,6 +21,13 @@ COLD_BYTES = 256 * 2**20
 """More than any L2: written between launches, or spread over the inputs of a graph."""
 
 MIN_GRAPH_LAUNCHES = 40
+"""In one graph, of launches so short that starting it would count."""
+GRAPH_US = 100_000
+"""Launches that take this long together are enough for a graph."""
+TIMED_US = 500_000
+"""About as long as one figure is measured: a launch of milliseconds says as much in fewer repeats."""
+MIN_REPEATS = 5
+"""But for who asks for fewer."""
 
 cuda: Any = torch.cuda
 """torch leaves its events and streams without types."""
@@ -36,12 +43,28 @@ def load_ops() -> Any:
     return module.load()
 
 
-def cold_us(launch: Callable[[], object], repeats: int = 50) -> float:
-    """Median microseconds of single launches."""
-    flush = torch.empty(COLD_BYTES, dtype=torch.uint8, device="cuda")
-    pairs = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for _ in range(3):
+def warm_us(launch: Callable[[], object], num_warm_ups: int = 2) -> float:
+    """Microseconds of a launch after others, the host's part included: enough to choose repeats by."""
+    for _ in range(num_warm_ups):
         launch()
+    start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    launch()
+    end.record()
+    cuda.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
+def repeats_within(us: float, most: int) -> int:
+    """How many times something that takes `us` is timed: as often as is asked for, or fewer where it is long."""
+    return min(most, max(MIN_REPEATS, int(TIMED_US / max(us, 1.0))))
+
+
+def cold_us(launch: Callable[[], object], repeats: int = 50) -> float:
+    """Median microseconds of single launches, of `repeats` or, where they are long, of fewer."""
+    flush = torch.empty(COLD_BYTES, dtype=torch.uint8, device="cuda")
+    num_timed = repeats_within(warm_us(launch), repeats)
+    pairs = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_timed)]
     for start, end in pairs:
         flush.zero_()
         start.record()
@@ -52,25 +75,29 @@ def cold_us(launch: Callable[[], object], repeats: int = 50) -> float:
 
 
 def in_graph_us(launches: Sequence[Callable[[], object]], replays: int = 20) -> float:
-    """Mean microseconds of one of the launches, whose inputs together should exceed the L2."""
-    rounds = max(1, MIN_GRAPH_LAUNCHES // len(launches))  # so that starting the graph does not count
+    """Mean microseconds of one of the launches, whose inputs together should exceed the L2.
+
+    In up to `replays` of a graph of 40 launches or more; fewer of both where the launches are long.
+    """
     stream = cuda.Stream()
     stream.wait_stream(cuda.current_stream())
     with cuda.stream(stream):
-        launches[0]()
+        us = warm_us(launches[0], num_warm_ups=1)
+    wanted = min(MIN_GRAPH_LAUNCHES, int(GRAPH_US / max(us, 1.0)))
+    rounds = max(1, wanted // len(launches))
     cuda.current_stream().wait_stream(stream)
     graph = cuda.CUDAGraph()
     with cuda.graph(graph):
         for launch in [*launches] * rounds:
             launch()
-    graph.replay()
+    num_timed = repeats_within(warm_us(graph.replay, num_warm_ups=1), replays)
     start, end = (cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    for _ in range(replays):
+    for _ in range(num_timed):
         graph.replay()
     end.record()
     cuda.synchronize()
-    return float(start.elapsed_time(end)) * 1e3 / (replays * rounds * len(launches))
+    return float(start.elapsed_time(end)) * 1e3 / (num_timed * rounds * len(launches))
 
 
 def copy_bandwidth() -> float:

@@ -102,11 +102,12 @@ def make_state(
     dtype: torch.dtype,
     seed: int,
     capacity: int | None = None,
+    device: str = DEVICE,
 ) -> State:
     """Requests with random tokens in slots below their lengths, and NaN keys, values and scores in the free ones."""
     capacity = capacity or max(budgets)
     held = [max(length, budget) for length, budget in zip(lengths, budgets, strict=True)]
-    k_pool, v_pool, table, _, _ = make_pool(held, kv_heads, dim, page_size, dtype, DEVICE, seed, capacity=capacity)
+    k_pool, v_pool, table, _, _ = make_pool(held, kv_heads, dim, page_size, dtype, device, seed, capacity=capacity)
     generator = torch.Generator().manual_seed(seed)
     batch = len(lengths)
     positions = torch.zeros(batch, kv_heads, capacity + 3, dtype=torch.int32)[..., :capacity]
@@ -124,12 +125,12 @@ def make_state(
         k_pool=k_pool,
         v_pool=v_pool,
         table=table,
-        positions=positions.to(DEVICE),
-        scores=scores.to(DEVICE),
-        lengths=int32(lengths, DEVICE),
-        budgets=int32(budgets, DEVICE),
-        victims=torch.empty(batch, kv_heads + 1, dtype=torch.int64, device=DEVICE)[:, :kv_heads],
-        next_position=int32(next_position, DEVICE),
+        positions=positions.to(device),
+        scores=scores.to(device),
+        lengths=int32(lengths, device),
+        budgets=int32(budgets, device),
+        victims=torch.empty(batch, kv_heads + 1, dtype=torch.int64, device=device)[:, :kv_heads],
+        next_position=int32(next_position, device),
     )
     state.victims.copy_(next_victims(state))
     return state
@@ -149,8 +150,9 @@ def next_victims(state: State) -> Tensor:
 
 def new_token(state: State, heads: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     batch, kv_heads, dim, dtype = *state.victims.shape, state.k_pool.shape[3], state.k_pool.dtype
-    q = padded_rows((batch, heads, dim), dtype, DEVICE, seed)
-    k, v = (padded_rows((batch, kv_heads, dim), dtype, DEVICE, seed + i) for i in (1, 2))
+    device = state.k_pool.device
+    q = padded_rows((batch, heads, dim), dtype, device, seed)
+    k, v = (padded_rows((batch, kv_heads, dim), dtype, device, seed + i) for i in (1, 2))
     return q, k, v
 
 

@@ -5,9 +5,6 @@ The kernel itself is tested in `kernels/tests/test_diversity.py`.
 Shapes: B request, H query head, K KV head, N token, D head dim.
 """
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -21,6 +18,7 @@ from hf_sparsekv.ops import kernels, reference
 from hf_sparsekv.scorers import ScoreInputs, TwoLists
 from hf_sparsekv.scorers.registry import build_scorer
 from hf_sparsekv.testing.compare import assert_bitwise_equal, assert_close_fp32
+from hf_sparsekv.testing.waiting import waiting_is_an_error
 
 pytestmark = pytest.mark.gpu
 
@@ -61,18 +59,6 @@ def packed(lengths: list[int]) -> list[ScoreInputs]:
 def definition(inputs: ScoreInputs) -> Tensor:
     given = (inputs.keys, inputs.values, inputs.lengths, inputs.inv_freq, inputs.positions)
     return reference.kv_diversity(*given)
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    torch.cuda.synchronize()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-            torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_every_prompt_of_a_packed_batch_is_its_definition():

@@ -59,6 +59,7 @@ def test_graph_replay_is_eager_bit_by_bit(config: skv.SparseKVConfig) -> None:
             assert tokens(model, config, params, max_num_seqs=batch, cuda_graphs=True) == eager
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # torch's advice; fp32 is meant here
 def test_compiled_layers_agree_with_eager_ones() -> None:
     model = model_of(torch.float32)
     assert tokens(model, CONFIG, compile=True) == tokens(model, CONFIG)

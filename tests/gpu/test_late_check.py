@@ -7,16 +7,9 @@ import torch
 
 from hf_sparsekv.cache.padding import Padding
 from hf_sparsekv.errors import CacheError
+from hf_sparsekv.testing.waiting import waiting_is_an_error
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def no_waiting():
-    """Whatever makes the host wait for the GPU raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def history(is_padded):
@@ -37,19 +30,17 @@ def step(padding, mask, is_token=True):
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
-def test_a_decode_step_does_not_wait_and_a_wrong_one_is_found_later(is_padded, request):
+def test_a_decode_step_does_not_wait_and_a_wrong_one_is_found_later(is_padded):
     padding, mask = history(is_padded)
     step(copy.deepcopy(padding), mask)  # the first launch of a kernel may wait
-    request.getfixturevalue("no_waiting")
-    for _ in range(3):
-        mask = step(padding, mask)
-    wrong = step(padding, mask, is_token=False)
-    torch.cuda.set_sync_debug_mode("default")
+    with waiting_is_an_error():
+        for _ in range(3):
+            mask = step(padding, mask)
+        wrong = step(padding, mask, is_token=False)
     for twin in (copy.deepcopy(padding), copy.deepcopy(padding)):
         with pytest.raises(CacheError, match="an earlier decode step"):
             twin.check_mask(2, wrong, False)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    for _ in range(2):  # it does not go away, and the host need not wait to know
-        with pytest.raises(CacheError, match="an earlier decode step"):
-            step(padding, mask)
+    with waiting_is_an_error():
+        for _ in range(2):  # it does not go away, and the host need not wait to know
+            with pytest.raises(CacheError, match="an earlier decode step"):
+                step(padding, mask)

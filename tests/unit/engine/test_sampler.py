@@ -19,6 +19,7 @@ from transformers import (
 from hf_sparsekv.engine.sampler import SamplerFeatures, SamplerState
 from hf_sparsekv.engine.sampling_params import SamplingParams
 from hf_sparsekv.testing.compare import assert_bitwise_equal, assert_close_fp32
+from hf_sparsekv.testing.waiting import waiting_is_an_error
 
 EOS = [2, 7]
 PROMPT = [3, 5, 5, 2, 40]
@@ -380,11 +381,8 @@ def test_a_captured_graph_replays_what_runs_eagerly_and_follows_the_rows(feature
 @pytest.mark.parametrize("features", [SamplerFeatures(), ALL])
 def test_sampling_and_uploading_never_wait_for_the_gpu(features):
     state, logits = state_of(MIXED, 997, device="cuda"), torch.randn(len(MIXED), 997, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         state.set_row(3, MIXED[6], 5, PROMPT)
         state.move_row(3, 4)
         state.flush()
         state.sample(logits, slice(0, len(MIXED)), features)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
