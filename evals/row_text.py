@@ -37,8 +37,10 @@ def origin(report: Mapping[str, Any]) -> str:
         commit if commit.endswith("-dirty") else commit[:12] + "+" * commit.endswith("+") for commit in commits
     )
     weights = model["weights_sha256"][:8]
+    # A processor's name is its architecture at best.
+    where = model["device"] if model["device"] == "cpu" else model.get("device_name", model["device"])
     return (
-        f"{model['name']} (weights {weights}, {model['dtype']}, {model['device']}), "
+        f"{model['name']} (weights {weights}, {model['dtype']}, {where}), "
         f"{report.get('date', 'date not noted')}, commit {short}"
     )
 

@@ -10,6 +10,7 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 import hf_sparsekv as skv
+from hf_sparsekv.bench.machine import device_facts
 
 
 def versions() -> dict[str, str]:
@@ -42,6 +43,7 @@ def model_facts(model: transformers.PreTrainedModel, name: str) -> dict[str, Any
         "name": name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
+        "device_name": device_facts(model.device)["name"],
         "num_parameters": model.num_parameters(),
         "weights_sha256": weights_sha256(model),
     }

@@ -122,7 +122,8 @@ def test_every_sample_is_measured_once_and_summed_up(go, samples, tmp_path):
     wanted = {("dense", s.id) for s in samples} | {("small", s.id) for s in samples if s.mode != NO_CONTEXT}
     assert {tuple(line["id"].split("|")) for line in lines} == wanted
     assert len(lines) == len(wanted)
-    assert summary["model"]["weights_sha256"] == header["model"]["weights_sha256"]
+    assert summary["model"] == header["model"]
+    assert {"weights_sha256", "dtype", "device", "device_name"} <= set(summary["model"])
     assert set(summary["versions"]) >= {"torch", "transformers", "hf_sparsekv"}
     values = {tuple(line["id"].split("|")): line for line in lines}
     for row in summary["rows"]:

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from evals import tables
-from evals.row_text import method_and_ratio
+from evals.row_text import method_and_ratio, origin
 from evals.tables import TableError, documents, filled, main
 from evals.verdict import doubt
 
@@ -173,3 +173,18 @@ def test_lines_of_a_picture_rise_in_bytes():
     assert [point[1] for point in found["tova"]] == [0.25, 0.1]
     assert all(sorted(points) == points for points in found.values())
     assert not re.search("dense", "".join(found))
+
+
+@pytest.mark.parametrize(
+    ("facts", "where"),
+    [
+        ({"device": "cuda", "device_name": "NVIDIA H200"}, "NVIDIA H200"),
+        ({"device": "cpu", "device_name": "x86_64"}, "cpu"),
+        ({"device": "cuda"}, "cuda"),  # results made before devices were named
+    ],
+)
+def test_a_table_says_on_which_device_its_figures_were_made(facts, where):
+    made = report(ROWS)
+    made["suites"]["offline"]["model"] = MODEL | facts
+
+    assert f"float32, {where})" in origin(made)
