@@ -73,6 +73,7 @@ def test_compiled_layers_in_graphs_give_what_they_give_without() -> None:
         replayed = [output.token_ids for output in engine.generate(prompts(), GREEDY)]
         assert engine._runner._graphs is not None
         engine._runner._graphs = None
+        engine.forget_prefixes()  # what a prompt finds is read by another attention kernel, which rounds differently
         assert [output.token_ids for output in engine.generate(prompts(), GREEDY)] == replayed
 
 
