@@ -17,6 +17,7 @@ from hf_sparsekv.attention.forward import check_complete, decode_slots
 from hf_sparsekv.attention.prompt import finish_prompt, start_replacing
 from hf_sparsekv.cache.columns import ColumnStore
 from hf_sparsekv.cache.layer import FullLayer, WindowLayer
+from hf_sparsekv.cache.modes import in_plain_modes
 from hf_sparsekv.cache.padding import Padding
 from hf_sparsekv.plan import FULL_LAYER_BLOCK
 
@@ -31,6 +32,7 @@ class FixedDecode:
     all steps, and hold the tokens of each request before its padding until `close`.
     """
 
+    @in_plain_modes
     def __init__(self, layers: list[FullLayer], padding: Padding, num_steps: int, scale: float) -> None:
         """End the prompt and make room.
 
@@ -108,6 +110,7 @@ class FixedDecode:
         }
         return windows | {(columns.capacity, False) for columns in self._full}
 
+    @in_plain_modes
     def close(self) -> None:
         """Put the columns of full layers back in their order of arrival, and return unused room; no step may follow."""
         self.num_left = 0

@@ -8,6 +8,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_sparsekv import ops
 from hf_sparsekv.attention.forward import attend
+from hf_sparsekv.cache.modes import in_plain_modes
 from hf_sparsekv.errors import CacheError, InputError, ModelError
 from hf_sparsekv.hf.dense import dense_attention
 from hf_sparsekv.hf.masks import dense_mask, is_step_mask
@@ -73,13 +74,13 @@ def sparsekv_attention(
             f"a sparse cache takes a 2D padding mask [batch, tokens], got {list(attention_mask.shape)} "
             "(packed sequences and custom 4D masks need the dense cache)"
         )
-    _check_call(module, layer, query, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = _as_autocast_has_them(query, key, value)
+    attend = _attend_between_graphs if torch.compiler.is_compiling() else _attend_in_plain_modes
+    output = attend(module, layer, query, key, value, attention_mask, scale)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        with torch.no_grad():
-            output = _attend(module, layer, query, key, value, attention_mask, scale)
-        return _NoGradient.apply(output, query, key, value), None
-    return _attend(module, layer, query, key, value, attention_mask, scale), None
+        output = _NoGradient.apply(output, query, key, value)
+    return output, None
 
 
 class _NoGradient(torch.autograd.Function):
@@ -97,6 +98,33 @@ class _NoGradient(torch.autograd.Function):
             "a sparse cache has no gradients: run the model under torch.no_grad(), or train without a cache "
             "(use_cache=False)"
         )
+
+
+def _as_autocast_has_them(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What sdpa would cast under the caller's autocast: the rotation makes queries and keys fp32, values are not."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+@in_plain_modes
+def _attend_in_plain_modes(
+    module: nn.Module,
+    layer: "CacheLayer",
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scale: float,
+) -> Tensor:
+    _check_call(module, layer, query, key)
+    return _attend(module, layer, query, key, value, attention_mask, scale)
+
+
+# What a layer holds changes from step to step: a compiled model ends its graph here and begins another behind.
+_attend_between_graphs = torch.compiler.disable(_attend_in_plain_modes)
 
 
 def _attend(

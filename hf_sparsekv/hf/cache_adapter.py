@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from hf_sparsekv.attention.forward import begin_forward
 from hf_sparsekv.attention.prompt import finish_prompt
 from hf_sparsekv.cache.layer import FullLayer, WindowLayer
+from hf_sparsekv.cache.modes import in_plain_modes
 from hf_sparsekv.cache.padding import Padding
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import CacheError, ConfigError, InputError
@@ -102,6 +103,7 @@ class SparseKVCache(Cache):
         """Forget everything, the announced prompt length included."""
         self._clear()
 
+    @in_plain_modes
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make request i what request beam_idx[i] was: keys, values, positions, scores and counters together.
 
@@ -179,6 +181,7 @@ class SparseKVCache(Cache):
         self._prompt_start = self.padding.num_columns
         self._longest_pass = 0
 
+    @in_plain_modes
     def compress(self) -> None:
         """End the current prompt or turn now: every window layer selects and frees the rest."""
         self.prompt_end = None
@@ -206,6 +209,7 @@ class SparseKVCache(Cache):
             f"{seen} tokens seen, {self.nbytes:,} bytes)"
         )
 
+    @in_plain_modes
     def __deepcopy__(self, memo: dict[int, Any]) -> "SparseKVCache":
         """A cache with the same contents, of its own; the model's configuration stays the model's."""
         for config in (self.model_config, self._live_config):

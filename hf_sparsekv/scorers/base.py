@@ -166,9 +166,13 @@ class ScoreInputs:
 
     def key_diversity(self) -> Tensor:
         """fp32 [B, K, N]: negative cosine between each key and the mean key direction, in [-1, 1]."""
-        lengths, num_keys = self.lengths, self.keys.shape[2]
-        anchor = ops.key_anchor(self.keys, lengths, num_keys)[:, :, None]
-        return -torch.nn.functional.cosine_similarity(self.keys.float(), anchor, dim=-1)
+        batch, kv_heads, num_keys, dim = self.keys.shape
+        anchor = ops.key_anchor(self.keys, self.lengths, num_keys)[:, :, None]
+        cosines = [
+            torch.nn.functional.cosine_similarity(self.keys[:, :, some].float(), anchor, dim=-1)
+            for some in row_chunks(num_keys, batch * kv_heads * dim * 4)
+        ]
+        return -torch.cat(cosines, dim=-1)
 
     def kv_diversity(self) -> Tensor:
         """fp32 [B, K, N]: how unlike the others a token's key, without its rotation, and its value are.

@@ -7,29 +7,14 @@ import gc
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_sparsekv as skv
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
+from hf_sparsekv.testing.memory import LargestTensor
 from hf_sparsekv.testing.models import tiny_llama
 
 LENGTH, CHUNK, BUDGET = 65536, 2048, 256
 GREEDY = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-
-
-class LargestTensor(TorchDispatchMode):
-    """Bytes of the largest storage that any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self.num_bytes = max(self.num_bytes, tensor.untyped_storage().nbytes())
-        return result
 
 
 @pytest.fixture(scope="module")

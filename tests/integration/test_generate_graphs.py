@@ -154,6 +154,17 @@ def test_the_next_turn_goes_on_from_either_cache(model, by_graphs):
     assert_same(*answers)
 
 
+@pytest.mark.parametrize("decode", ["replace_lowest", "grow"])
+def test_a_cache_filled_in_inference_mode_may_be_used_outside_of_it(model, by_graphs, decode):
+    batch, answers = prompts((0,)), []
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            first = by_graphs(model, batch, SMALL.with_(decode=decode), **GREEDY)
+        ids = torch.cat([first.sequences.clone(), batch["input_ids"][:, :2]], dim=1)  # there is room for as many
+        answers.append(skv.generate(model, ids, cache=first.cache, **GREEDY))
+    assert_same(*answers)
+
+
 def test_prefill_in_chunks_and_bounded(model, by_graphs):
     for options, config in (
         ({"prefill_chunk_size": 16}, SMALL),

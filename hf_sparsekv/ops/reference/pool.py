@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 TEMPORARY_BYTES = 16 * 2**20
-"""No op builds a single fp32 temporary larger than this, except one key or one query row at a time."""
+"""No op builds a single fp32 temporary larger than this, except one key or one query row at a time, a number for every
+key and query head, and the copies that `attention` and the decode ops make of all keys and values."""
 
 
 def dense_rows(pool_PKSD: Tensor, block_table_BM: Tensor | None, num_slots: int) -> Tensor:

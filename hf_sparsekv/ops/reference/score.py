@@ -30,11 +30,11 @@ def window_lse(
     Returns:
         fp32 [B, H, A], natural log, over keys at or before the row; -inf for rows that do not exist.
     """
-    batch, heads, num_rows, _ = q_BHAD.shape
+    num_rows = q_BHAD.shape[2]
     q = _grouped(q_BHAD, k_pool.shape[1], lengths_B)
     keys = dense_rows(k_pool, block_table, max_length)
     lse = torch.full((*q.shape[:-1],), float("-inf"), dtype=torch.float32, device=q.device)
-    for rows, columns in _tiles(batch * heads, num_rows, max_length):
+    for rows, columns in _tiles(q, max_length):
         logits = _masked_logits(q[..., rows, :], keys, lengths_B, scale, rows, columns, num_rows)
         lse[..., rows] = torch.logaddexp(lse[..., rows], logits.logsumexp(dim=-1))
     return lse.flatten(1, 2)
@@ -75,7 +75,7 @@ def window_score(
     keys = dense_rows(k_pool, block_table, max_length)
     lse = lse_BHA.view(batch, kv_heads, heads // kv_heads, num_rows)
     per_head = torch.zeros(*q.shape[:3], max_length, dtype=torch.float32, device=q.device)
-    for rows, columns in _tiles(batch * heads, num_rows, max_length):
+    for rows, columns in _tiles(q, max_length):
         logits = _masked_logits(q[..., rows, :], keys, lengths_B, scale, rows, columns, num_rows)
         row_lse = lse[..., rows].masked_fill(~_existing_rows(lengths_B, num_rows)[:, None, None, rows], 0.0)
         probs = logits.sub_(row_lse[..., None]).exp_()
@@ -139,13 +139,14 @@ def _existing_rows(lengths_B: Tensor, num_rows: int) -> Tensor:
     return torch.arange(num_rows, device=lengths_B.device)[None, :] >= num_rows - lengths_B[:, None]
 
 
-def _tiles(num_heads: int, num_rows: int, num_keys: int) -> list[tuple[slice, slice]]:
-    """(rows, columns) pieces whose fp32 logits stay under the stated bound of temporaries.
+def _tiles(q_BKGAD: Tensor, num_keys: int) -> list[tuple[slice, slice]]:
+    """(rows, columns) pieces whose fp32 logits and keys stay under the stated bound of temporaries.
 
     Columns end where the last of the rows does: later keys are hidden from them in every request.
     """
+    batch, kv_heads, groups, num_rows, dim = q_BKGAD.shape
     row_step = max(1, min(num_rows, 256))
-    column_step = chunk_length(num_heads * row_step * 4)
+    column_step = chunk_length(batch * kv_heads * max(groups * row_step, dim) * 4)
     tiles = []
     for row in range(0, num_rows, row_step):
         rows = slice(row, min(row + row_step, num_rows))

@@ -1,16 +1,15 @@
 """What holds for every scorer: rows do not mix, claims about queries are true, temporaries are bounded."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_sparsekv.scorers import ScoreInputs, Scorer, TwoLists, build_scorer, scorer_names
 from hf_sparsekv.scorers.base import TEMPORARY_BYTES
 from hf_sparsekv.scorers.random import position_noise
+from hf_sparsekv.testing.memory import LargestTensor
 
 BUILT_IN = (
     "expected_attention",
@@ -199,21 +198,6 @@ def test_the_global_generator_is_left_alone(make_inputs, name):
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
-class LargestTensor(TorchDispatchMode):
-    """Bytes of the largest tensor that any operation under it returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
-        return result
-
-
 @pytest.mark.parametrize("name", ["keyformer", "rkv"])
 def test_no_temporary_is_larger_than_stated(make_inputs, name):
     # All at once: 21 MiB of logits for Keyformer, 18 MiB of similarities for R-KV.
@@ -223,4 +207,20 @@ def test_no_temporary_is_larger_than_stated(make_inputs, name):
     with LargestTensor() as largest:
         scorer.score(inputs)
 
-    assert TEMPORARY_BYTES // 4 < largest.nbytes <= TEMPORARY_BYTES
+    assert TEMPORARY_BYTES // 4 < largest.num_bytes <= TEMPORARY_BYTES
+
+
+@pytest.mark.parametrize("name", ["snapkv", "tova", "h2o", "keydiff", "kv_diversity", "hybrid"])
+def test_keys_are_never_copied_whole_to_fp32(make_inputs, monkeypatch, name):
+    limit = 2**16
+    for owner in ("scorers.base", "ops.reference.pool"):
+        monkeypatch.setattr(f"hf_sparsekv.{owner}.TEMPORARY_BYTES", limit)
+    monkeypatch.setattr("hf_sparsekv.scorers.base.CHUNK_BYTES", limit)
+    inputs = make_inputs(batch=1, heads=3, kv_heads=3, rows=4, keys=2000)  # 192 KB of keys in fp32
+    inputs = replace(inputs, **{field: getattr(inputs, field).bfloat16() for field in ("keys", "values", "queries")})
+    scorer = build_scorer(name, {"rest": "keys"} if name == "hybrid" else {})
+
+    with LargestTensor(torch.float32) as largest:
+        scorer.score(inputs)
+
+    assert limit // 4 < largest.num_bytes <= limit
