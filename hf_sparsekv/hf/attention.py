@@ -44,6 +44,9 @@ def sparsekv_attention(
 ) -> tuple[Tensor, None]:
     """Attention over a sparse cache, or plain sdpa when the forward pass has none.
 
+    Under autocast, queries, keys and values are cast as autocast casts them for sdpa, which makes the cache one of that
+    dtype; it is off inside, where scores are fp32.
+
     Args:
         module: the model's attention module.
         query: [B, H, T, D] after RoPE. key, value: [B, K, T, D] with our cache, [B, K, N, D] otherwise.
@@ -73,13 +76,32 @@ def sparsekv_attention(
             f"a sparse cache takes a 2D padding mask [batch, tokens], got {list(attention_mask.shape)} "
             "(packed sequences and custom 4D masks need the dense cache)"
         )
-    _check_call(module, layer, query, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return _checked(module, layer, query, key, value, attention_mask, scale), None
+    # RoPE has left queries and keys in fp32 beside values in half precision.
+    query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
+    with torch.autocast(device, enabled=False):
+        return _checked(module, layer, query, key, value, attention_mask, scale), None
+
+
+def _checked(
+    module: nn.Module,
+    layer: "CacheLayer",
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """`_attend`, of tensors that the cache can hold; gradients, which it cannot have, end here."""
+    _check_call(module, layer, query, key)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         with torch.no_grad():
             output = _attend(module, layer, query, key, value, attention_mask, scale)
-        return _NoGradient.apply(output, query, key, value), None
-    return _attend(module, layer, query, key, value, attention_mask, scale), None
+        return _NoGradient.apply(output, query, key, value)  # type: ignore[no-any-return]
+    return _attend(module, layer, query, key, value, attention_mask, scale)
 
 
 class _NoGradient(torch.autograd.Function):

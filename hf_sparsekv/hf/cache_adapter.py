@@ -183,7 +183,10 @@ class SparseKVCache(Cache):
         """End the current prompt or turn now: every window layer selects and frees the rest."""
         self.prompt_end = None
         for state in self._window_layers():
-            finish_prompt(state, self._scale)
+            stored = state.stored_keys
+            if stored is not None:
+                with torch.autocast(stored.device.type, enabled=False):  # scores are fp32
+                    finish_prompt(state, self._scale)
 
     def report(self, *, positions: bool = False) -> dict[str, Any]:
         """What the cache holds, measured; JSON-able.

@@ -226,34 +226,6 @@ def test_results_without_known_options_are_gone_on_with(files, run):
     assert len(read_lines(files[1])) == 2
 
 
-@pytest.mark.parametrize("left", [b"", b"{torn", b"[1]", b"\xff", b"[" * 100_000])
-def test_options_that_no_longer_can_be_read_are_not_taken_for_none(files, run, left):
-    write_lines(files[0], {"token_ids": [5]}, {"token_ids": [6]})
-    assert run()[0] == 0
-    options = files[1].with_name(".out.jsonl.options.json")
-    options.write_bytes(left)
-    kept = files[1].read_bytes().splitlines(keepends=True)[0]
-    files[1].write_bytes(kept)
-    code, err = run()
-    assert code == 2
-    assert str(options) in err
-    assert "if they are the same, remove it, else give another -o" in err
-    assert files[1].read_bytes() == kept
-    options.unlink()
-    assert run()[0] == 0  # what the error says
-    assert len(read_lines(files[1])) == 2
-
-
-def test_damaged_options_matter_neither_without_results_nor_to_who_mixes(files, run):
-    write_lines(files[0], {"token_ids": [5]})
-    options = files[1].with_name(".out.jsonl.options.json")
-    options.write_bytes(b"{torn")
-    assert run()[0] == 0
-    assert json.loads(options.read_bytes())["budget"] == 40
-    options.write_bytes(b"{torn")
-    assert run("--mix-options")[0] == 0
-
-
 def test_sampling_is_the_same_in_any_run_and_order(files, run):
     lines = [{"id": name, "token_ids": ids} for name, ids in prompts(6).items()]
     answers = []
