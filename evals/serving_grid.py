@@ -119,10 +119,17 @@ def main() -> None:
     model = dummy_model(shape_config(options.shape), dtype=dtype_of(options.device), device=options.device)
     num_engines = 0
     facts = {"name": options.shape, "weights": "dummy"}
-    reports = {case.file: read(options.folder, case, describe(model, plan_of(case, options), facts)) for case in cases}
-    for case in cases:
-        plan, report = plan_of(case, options), reports[case.file]
-        if any(run["case"] == case.name and "error" not in run for run in report["runs"]):
+    try:
+        plans = [plan_of(case, options) for case in cases]
+    except skv.ConfigError as error:
+        refuse(str(error))
+    planned = list(zip(cases, plans, strict=True))
+    reports = {case.file: read(options.folder, case, describe(model, plan, facts)) for case, plan in planned}
+    for case, plan in planned:
+        check_load(options.folder, case, plan, reports[case.file])
+    for case, plan in planned:
+        report = reports[case.file]
+        if runs_of(case, report):
             print(f"{case.file}: {case.name}: there already", flush=True)
             continue
         seconds = time.perf_counter() - begin
@@ -192,6 +199,22 @@ def read(folder: Path, case: Case, fresh: dict[str, Any]) -> dict[str, Any]:
         if report.get(part) != json.loads(json.dumps(fresh.get(part))):
             refuse(f"{path} has another {part}: {report.get(part)}, not {fresh.get(part)}: give another folder")
     return report
+
+
+def runs_of(case: Case, report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The figures of a case that are there, none if it failed."""
+    return [run for run in report["runs"] if run["case"] == case.name and "error" not in run]
+
+
+def check_load(folder: Path, case: Case, plan: BenchPlan, report: dict[str, Any]) -> None:
+    """Refuse to go on where figures of a case are of another load: a report says it of each run, not of all."""
+    (concurrency,) = plan.concurrencies
+    load = {"concurrency": concurrency, "num_requests": plan.requests_at(concurrency or 0)}
+    for run in runs_of(case, report):
+        for name, value in load.items():
+            if run.get(name) != value:
+                where = f"{folder / case.file}.json: {case.name}"
+                refuse(f"{where} was run with {name}={run.get(name)}, not {value}: give another folder")
 
 
 def refuse(message: str) -> NoReturn:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hf_sparsekv.hf.register import register, unregister
     from hf_sparsekv.models_store import builtin_model_path
     from hf_sparsekv.plan import LayerPlan
-    from hf_sparsekv.scorers import ScoreInputs, Scorer, register_scorer
+    from hf_sparsekv.scorers import ScoreInputs, Scorer, register_scorer, unregister_scorer
 
 __all__ = [
     "CACHE_KEYWORD",
@@ -64,6 +64,7 @@ __all__ = [
     "register",
     "register_scorer",
     "unregister",
+    "unregister_scorer",
 ]
 
 _ROOMS = {
@@ -90,7 +91,7 @@ _ROOMS = {
     "hf.register": ("register", "unregister"),
     "models_store": ("builtin_model_path",),
     "plan": ("LayerPlan",),
-    "scorers": ("ScoreInputs", "Scorer", "register_scorer"),
+    "scorers": ("ScoreInputs", "Scorer", "register_scorer", "unregister_scorer"),
 }
 _WHOLE_ROOMS = ("plots", "profile")
 """Public by their own names."""

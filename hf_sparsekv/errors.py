@@ -3,6 +3,9 @@
 Every message names the value that was given, the limit it broke, and what to do instead.
 """
 
+from collections.abc import Collection
+from difflib import get_close_matches
+
 _SHOWN_CHARACTERS = 80
 _SHOWN_BITS = 256
 
@@ -16,6 +19,12 @@ def shown(value: object) -> str:
     except RecursionError:  # lists in lists in lists, as a file may hold
         return f"a {type(value).__name__} nested too deeply"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
+
+def which_was_meant(name: object, known: Collection[str]) -> str:
+    """What a message about an unknown option ends with: the one that looks like it, or all there are."""
+    close = get_close_matches(name, known, n=1) if isinstance(name, str) else []
+    return f"did you mean {close[0]!r}?" if close else f"options are {', '.join(known)}"
 
 
 class SparseKVError(Exception):

@@ -2,14 +2,17 @@
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import signature
 from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ConfigError, InputError, shown
@@ -133,7 +136,7 @@ def _generate(
     batch = _padded_on_the_left(batch, int(cache.get_seq_length()))
     cache.expect_prompt(prompt_length - int(cache.get_seq_length()))
     start = time.perf_counter()
-    with sparse_attention(model), torch.no_grad():
+    with sparse_attention(model), torch.no_grad(), _hinting(options):
         options = {**batch, CACHE_KEYWORD: cache, **options}
         if no_graphs is None:
             result, decoding = _generate_by_graphs(model, cache, options, wish)
@@ -232,6 +235,34 @@ def _checked_options(model: PreTrainedModel, options: Mapping[str, Any]) -> dict
     own = copy.deepcopy(own)
     own.use_cache = True
     return {**options, "generation_config": own}
+
+
+@contextmanager
+def _hinting(options: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, an option that `model.generate` does not know is a ConfigError that says which was meant, if that shows.
+
+    Only transformers can say what it takes: models and versions differ.
+    """
+    try:
+        yield
+    except ValueError as error:
+        for name in options:
+            if "model_kwargs" in str(error) and repr(name) in str(error) and (hint := _meaning(name)):
+                raise ConfigError(f"unknown option {name!r}: {hint}") from error
+        raise
+
+
+def _meaning(name: str) -> str | None:
+    """Where an option that does not exist belongs, or which looks like it."""
+    if name in SparseKVConfig.option_names():
+        return f"it is one of SparseKVConfig, give config=SparseKVConfig({name}=...)"
+    known = {
+        *vars(GenerationConfig()),
+        *signature(generate).parameters,
+        *signature(GenerationMixin.generate).parameters,
+    }
+    close = get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else None
 
 
 def _in_force(name: str, model: PreTrainedModel, options: Mapping[str, Any]) -> Any:

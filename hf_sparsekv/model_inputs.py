@@ -78,7 +78,9 @@ def _encoded(inputs: str | list[Any], tokenizer: Any) -> Mapping[str, Any]:
             f"{len(texts)} prompts need padding, and the tokenizer has no pad token: set tokenizer.pad_token, "
             "to tokenizer.eos_token for instance"
         )
-    encoded: Mapping[str, Any] = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, padding_side="left")
+    padding = {"padding": len(texts) > 1, "padding_side": "left"}
+    # Its warning that a prompt is too long would come before our error, which says what to do.
+    encoded: Mapping[str, Any] = tokenizer(texts, return_tensors="pt", verbose=False, **padding)
     return encoded
 
 

@@ -2,10 +2,9 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, TypeGuard
 
-from hf_sparsekv.errors import ConfigError, shown
+from hf_sparsekv.errors import ConfigError, shown, which_was_meant
 from hf_sparsekv.scorers import scorers_with
 from hf_sparsekv.scorers.checks import MAX_COUNT
 
@@ -68,8 +67,7 @@ def check_names(values: Mapping[str, object], known: list[str]) -> None:
     """Refuse an option that does not exist, with a ConfigError that says where it belongs or which was meant."""
     for name in values:
         if name not in known:
-            close = get_close_matches(name, known, n=1) if isinstance(name, str) else None
-            hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(known)}"
+            hint = which_was_meant(name, known)
             if of_scorers := scorers_with(name):
                 hint = (
                     f"it is one of scorer {' or '.join(of_scorers)}: give scorer_options={{{name!r}: ...}}, on the "

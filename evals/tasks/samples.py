@@ -104,7 +104,7 @@ def random_of(*parts: object) -> Random:
 
 def ids_of(tokenizer: Tokenizer, text: str) -> Tokens:
     """Token ids of a text without special tokens."""
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def prefix_ids(tokenizer: Tokenizer) -> Tokens:

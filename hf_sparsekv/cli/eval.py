@@ -141,9 +141,19 @@ def _saying_what_stays(out: Path, console: Console) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, Terminated):
-        text = f"stopped: what is finished stays in {out}, the same command goes on"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(_what_stays(out), highlight=False, markup=False, soft_wrap=True)
         raise
+
+
+def _what_stays(out: Path) -> str:
+    """Of a run that was stopped; in several processes, what each finished is in a part of its own."""
+    parts_of = import_module("hf_sparsekv.engine.part_files").parts_of
+    if parts_of(out):
+        parts = f"{out.name}.part-*"
+        return (
+            f"stopped: what is finished stays in {out} and its parts, {parts}; the same command merges them and goes on"
+        )
+    return f"stopped: what is finished stays in {out}, the same command goes on"
 
 
 def evals_module(name: str) -> ModuleType:

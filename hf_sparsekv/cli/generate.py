@@ -35,6 +35,29 @@ MAX_SEED = 2**63 - 1
 TEMPERATURES = (0.001, 100.0)
 """Below, logits over the temperature are no numbers in half precision; above, every token is as likely."""
 
+TemperatureOption = Annotated[
+    float, typer.Option(min=0.0, rich_help_panel=_GENERATION, help="0 = greedy, otherwise sampling.")
+]
+SeedOption = Annotated[
+    int, typer.Option(min=0, max=MAX_SEED, rich_help_panel=_GENERATION, help="Seed of the sampling.")
+]
+CudaGraphsOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--cuda-graphs/--no-cuda-graphs",
+        rich_help_panel=_GENERATION,
+        help="Replay decode steps as CUDA graphs. Default: on a GPU, where that is possible and pays.",
+    ),
+]
+CompileOption = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        rich_help_panel=_GENERATION,
+        help="Let CUDA graphs hold compiled layers: steps are faster, the start takes some tens of seconds longer.",
+    ),
+]
+
 
 def generate(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The question or instruction.")] = "",
@@ -50,12 +73,8 @@ def generate(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=1, rich_help_panel=_GENERATION, help="Tokens at most.")
     ] = 128,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, rich_help_panel=_GENERATION, help="0 = greedy, otherwise sampling.")
-    ] = 0.0,
-    seed: Annotated[
-        int, typer.Option(min=0, max=MAX_SEED, rich_help_panel=_GENERATION, help="Seed of the sampling.")
-    ] = 0,
+    temperature: TemperatureOption = 0.0,
+    seed: SeedOption = 0,
     chat: Annotated[
         bool, typer.Option("--chat/--no-chat", rich_help_panel=_GENERATION, help="Use the model's chat template.")
     ] = True,
@@ -64,6 +83,8 @@ def generate(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     backend: BackendOption = None,
+    cuda_graphs: CudaGraphsOption = None,
+    use_compile: CompileOption = False,
     trust_remote_code: TrustRemoteCodeOption = False,
 ) -> None:
     """Generate text with a sparse KV cache: stream it, then report what the cache held."""
@@ -71,10 +92,12 @@ def generate(
     with importing():
         from hf_sparsekv.cli.loading import check_backend, load_weights, open_model
         from hf_sparsekv.cli.session import answer_each, comparison_table, encode_prompt, report_lines
+        from hf_sparsekv.hf.graph_choice import GraphWish
         from hf_sparsekv.hf.models import model_shape
         from hf_sparsekv.plan import LayerPlan
 
     console = Console(stderr=True)
+    wish = GraphWish(cuda_graphs, use_compile)
     method = build_config(config, preset, budget, num_full_layers, full_layers, scorer, set_)
     document = None if file is None else read_text(file)
     source = open_model(model, trust_remote_code=trust_remote_code, console=console)
@@ -84,7 +107,7 @@ def generate(
     check_backend(backend, source.config, dtype=dtype, device=device, is_whole=method.chunk_tokens is None)
     network = load_weights(source, dtype=dtype, device=device, console=console)
     options = generation_options(source.tokenizer.pad_token_id, network, max_new_tokens, temperature)
-    options |= {"backend": backend, "seed": seed, "with_dense": compare, "is_silent": as_json or compare}
+    options |= {"backend": backend, "wish": wish, "seed": seed, "with_dense": compare, "is_silent": as_json or compare}
     answers = answer_each(network, source.tokenizer, ids, method, console, **options)
     if as_json:
         runs = [answer.as_dict() for answer in answers]
@@ -109,7 +132,7 @@ def check_fits(config: Any, prompt_tokens: int, max_new_tokens: int) -> None:
     if limit is not None and prompt_tokens + max_new_tokens > limit:
         raise InputError(
             f"the prompt has {prompt_tokens:,} tokens and --max-new-tokens is {max_new_tokens:,}, but the model takes "
-            f"{limit:,} in all: shorten the file"
+            f"{limit:,} in all: shorten the prompt or the file, or lower --max-new-tokens"
         )
 
 

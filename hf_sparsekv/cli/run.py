@@ -303,7 +303,10 @@ def chat_template(source: ModelSource) -> ChatTemplate | None:
         return None
 
     def to_ids(messages: list[dict[str, Any]]) -> list[int]:
-        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        quiet = {"verbose": False}  # a prompt that is too long is a bad line, which says so
+        encoded: Any = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, tokenizer_kwargs=quiet
+        )
         return list(encoded["input_ids"])
 
     return to_ids

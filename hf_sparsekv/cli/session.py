@@ -1,6 +1,6 @@
 """One prompt through one cache, timed: what `generate` and `demo` are made of."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,11 @@ from hf_sparsekv import generate as sparse_generate
 from hf_sparsekv.cli.progress import TimedStreamer, WatchedDynamicCache, WatchedSparseKVCache, prefill_bar
 from hf_sparsekv.errors import InputError
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
+from hf_sparsekv.hf.graph_choice import GraphWish
 from hf_sparsekv.model_inputs import check_text
+
+QUIET = {"verbose": False}
+"""To a tokenizer: no warning that a prompt is too long for the model; `check_fits` says so, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, document: str
     if use_chat and tokenizer.chat_template:
         messages = [{"role": "user", "content": text}]
         encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, tokenizer_kwargs=QUIET
         )
     else:
-        encoded = tokenizer(text, return_tensors="pt")
+        encoded = tokenizer(text, return_tensors="pt", **QUIET)
     ids: Tensor = encoded["input_ids"]  # type: ignore[index, assignment, call-overload]
     return ids
 
@@ -73,6 +77,7 @@ def answer_sparse(
     console: Console,
     *,
     backend: str | None,
+    wish: GraphWish | None,
     is_silent: bool,
     **options: Any,
 ) -> Answer:
@@ -80,6 +85,7 @@ def answer_sparse(
     cache = WatchedSparseKVCache(model.config, config, backend=backend)
     with prefill_bar(cache, f"reading {ids.shape[1]:,} tokens", len(cache.layers), console) as finish:
         streamer = TimedStreamer(tokenizer, on_first=finish, is_silent=is_silent)
+        options |= {} if wish is None else asdict(wish)
         output = sparse_generate(model, ids, cache=cache, tokenizer=tokenizer, streamer=streamer, **options)
     assert output.text is not None
     return Answer(
@@ -139,11 +145,12 @@ def answer_each(
     with_dense: bool,
     is_silent: bool,
     backend: str | None = None,
+    wish: GraphWish | None = None,
     **options: Any,
 ) -> list[Answer]:
     """Answer with the dense cache where asked, then with the sparse one, from the same seed.
 
-    `backend` is the sparse one's: the dense cache is read by what the model was loaded with.
+    `backend` and `wish` are the sparse one's: the dense cache is read by what the model was loaded with.
     """
     answers = []
     if with_dense:
@@ -151,7 +158,9 @@ def answer_each(
         answers.append(answer_dense(model, tokenizer, ids, console, is_silent=True, **options))
     torch.manual_seed(seed)
     answers.append(
-        answer_sparse(model, tokenizer, ids, config, console, backend=backend, is_silent=is_silent, **options)
+        answer_sparse(
+            model, tokenizer, ids, config, console, backend=backend, wish=wish, is_silent=is_silent, **options
+        )
     )
     return answers
 

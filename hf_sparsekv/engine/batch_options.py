@@ -9,6 +9,9 @@ from typing import Any
 from hf_sparsekv.errors import InputError, shown
 
 _SHOWN_CHANGES = 3
+_WAY_OUT = (
+    "it says with which options the results there were made; if they are the same, remove it, else give another -o"
+)
 
 
 def check_options(output: Path, options: Mapping[str, Any], *, has_results: bool, may_mix: bool) -> None:
@@ -22,25 +25,26 @@ def check_options(output: Path, options: Mapping[str, Any], *, has_results: bool
         has_results: whether the output, or a part of it, has any; without them an earlier run's options do not matter.
         may_mix: go on all the same, this time: the next run is held to the first one's again.
     Raises:
-        InputError: names the options that differ.
+        InputError: names the options that differ, or the file that no longer says what they were.
     """
-    path = options_of(output)
-    stored, given = _stored(path), json.loads(json.dumps(options))
-    if has_results and stored is None:
+    path, given = options_of(output), json.loads(json.dumps(options))
+    if not has_results:
+        _store(path, given)
         return
-    changed = [name for name in given if stored is not None and name in stored and stored[name] != given[name]]
-    if has_results and changed:
-        if may_mix:
-            return
-        assert stored is not None
+    if may_mix:
+        return
+    stored = _stored(path)
+    if stored is None or stored == given:
+        return
+    changed = [name for name in given if name in stored and stored[name] != given[name]]
+    if changed:
         changes = [f"{name} was {shown(stored[name])}, is {shown(given[name])}" for name in changed[:_SHOWN_CHANGES]]
         more = f" and {len(changed) - _SHOWN_CHANGES} more" if len(changed) > _SHOWN_CHANGES else ""
         raise InputError(
             f"the results in {output} were made with other options ({'; '.join(changes)}{more}): give the same ones, "
             "another -o, or --mix-options to go on with these"
         )
-    if stored != given:
-        _store(path, given)
+    _store(path, given)
 
 
 def options_of(output: Path) -> Path:
@@ -50,11 +54,17 @@ def options_of(output: Path) -> Path:
 
 
 def _stored(path: Path) -> dict[str, Any] | None:
+    """What a run has written down, None if none has; a file that cannot be read is no such run's."""
     try:
         values = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return None
-    return values if isinstance(values, dict) else None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot read {path}: {reason}: {_WAY_OUT}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path} does not hold the options of a run: {_WAY_OUT}")
+    return values
 
 
 def _store(path: Path, options: Mapping[str, Any]) -> None:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Self
 
-from hf_sparsekv.errors import ConfigError
+from hf_sparsekv.config import SparseKVConfig
+from hf_sparsekv.errors import ConfigError, which_was_meant
 from hf_sparsekv.ops.prefill_choice import check_known
 
 _AT_LEAST_ONE = ("block_size", "max_num_seqs", "max_batch_tokens", "prefill_target_tokens")
@@ -50,11 +51,13 @@ class EngineConfig:
     that can. It has to take rows after a past, as longer prompts and shared prefixes have them."""
 
     def __new__(cls, *_: object, **options: object) -> Self:
-        """Refuse unknown names, and say which there are."""
+        """Refuse unknown names, and say where they belong or which there are."""
         known = [f.name for f in fields(cls)]
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise ConfigError(f"unknown option {unknown[0]!r}: EngineConfig has {', '.join(known)}")
+        for name in options:
+            if name not in known:
+                is_method = name in SparseKVConfig.option_names()
+                hint = "it is one of SparseKVConfig" if is_method else which_was_meant(name, known)
+                raise ConfigError(f"unknown option {name!r} of EngineConfig: {hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -46,8 +46,10 @@ def shown_ids(prompt: object) -> tuple[int, ...]:
 def _tokenized(name: str, text: str, tokenizer: PreTrainedTokenizerBase | None) -> Sequence[int]:
     if tokenizer is None:
         raise RequestError(f"request {name!r} is text, but the engine has no tokenizer: give token ids")
+    # The engine says itself when a prompt is too long; a tokenizer of another kind may know no such option.
+    quiet = {"verbose": False} if isinstance(tokenizer, PreTrainedTokenizerBase) else {}
     try:
-        ids: Sequence[int] = tokenizer(text)["input_ids"]
+        ids: Sequence[int] = tokenizer(text, **quiet)["input_ids"]
     except Exception as problem:
         raise RequestError(
             f"request {name!r}: the tokenizer fails on it ({type(problem).__name__}: {problem}): give token ids"

@@ -6,11 +6,10 @@ No torch here: the scheduler and the command line read these too.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from hashlib import blake2b
 from typing import Any, Self
 
-from hf_sparsekv.errors import ConfigError
+from hf_sparsekv.errors import ConfigError, which_was_meant
 
 MAX_LOGPROBS = 128
 MAX_STOPS = 64
@@ -213,8 +212,7 @@ def _check_names(options: Mapping[str, object]) -> None:
     known = [f.name for f in fields(SamplingParams)]
     for name in options:
         if name not in known:
-            close = [_TRANSLATED[name]] if name in _TRANSLATED else get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"options are {', '.join(known)}"
+            hint = f"did you mean {_TRANSLATED[name]!r}?" if name in _TRANSLATED else which_was_meant(name, known)
             raise ConfigError(f"unknown option {name!r}: {hint}")
 
 

@@ -11,6 +11,7 @@ from hf_sparsekv.scorers.registry import (
     scorer_names,
     scorer_table,
     scorers_with,
+    unregister_scorer,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "scorer_names",
     "scorer_table",
     "scorers_with",
+    "unregister_scorer",
 ]

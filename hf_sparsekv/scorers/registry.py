@@ -51,6 +51,9 @@ _registry: dict[str, type[Scorer]] = {
 }
 
 
+_PACKAGE_NAMES = frozenset(_registry)
+
+
 def register_scorer(cls: ScorerClass) -> ScorerClass:
     """Make a scorer known by its `name`, so that configurations that use it can be written to JSON. A decorator.
 
@@ -64,9 +67,25 @@ def register_scorer(cls: ScorerClass) -> ScorerClass:
     known = _registry.get(name)
     # Running a notebook cell twice defines the same class again; that is no clash.
     if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise ConfigError(f"the scorer name {name!r} is taken by {known.__name__}: choose another")
+        is_ours = name in _PACKAGE_NAMES
+        fix = "choose another" if is_ours else f"choose another, or call hf_sparsekv.unregister_scorer({name!r}) first"
+        raise ConfigError(f"the scorer name {name!r} is taken by {known.__name__}: {fix}")
     _registry[name] = cls
     return cls
+
+
+def unregister_scorer(name: str) -> None:
+    """Free the name of a scorer that `register_scorer` has made known. Configurations that have it keep it.
+
+    Raises:
+        ConfigError: no such name, or one of the package's own scorers.
+    """
+    if not isinstance(name, str) or name not in _registry:
+        own = ", ".join(sorted(_registry.keys() - _PACKAGE_NAMES)) or "none"
+        raise ConfigError(f"no scorer is registered as {shown(name)}: give the name of one of yours ({own})")
+    if name in _PACKAGE_NAMES:
+        raise ConfigError(f"scorer {name!r} is the package's own and stays: only registered ones can go")
+    del _registry[name]
 
 
 def build_scorer(scorer: str | Scorer, options: Mapping[str, Any]) -> Scorer:

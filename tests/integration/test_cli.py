@@ -63,6 +63,18 @@ def test_generate_json_holds_both_runs_and_the_report(folder, capsys, monkeypatc
     assert sparse["report"]["evicted_at_prompt"] == 102 - 40
 
 
+@pytest.mark.parametrize(("switch", "asked"), [("--cuda-graphs", "cuda_graphs=True"), ("--compile", "compile=True")])
+def test_generate_asks_for_graphs_or_leaves_them_out(folder, capsys, monkeypatch, switch, asked):
+    arguments = ["generate", "-m", folder, "-p", "a b", "-n", "2", "--json", *METHOD]
+    code, out, _ = run(capsys, monkeypatch, *arguments, "--no-cuda-graphs")
+    assert code == 0
+    decoding = {"cuda_graphs": False, "reason": "cuda_graphs=False"}
+    assert json.loads(out)["runs"][0]["report"]["decoding"] == decoding
+    code, _, err = run(capsys, monkeypatch, *arguments, "--device", "cpu", switch)
+    assert code == 2
+    assert f"error: {asked}, but the model is on cpu: leave it out" in err
+
+
 def test_plan_prints_a_table_and_json(folder, capsys, monkeypatch):
     code, out, _ = run(capsys, monkeypatch, "plan", "-m", folder, "-l", "1000", *METHOD)
     assert code == 0
@@ -102,6 +114,7 @@ def test_a_configuration_file_and_options_beside_it(folder, capsys, monkeypatch,
         (["--set", "observation_window=64"], "larger than num_recent_tokens=32"),
         (["--set", "budgets=64"], "did you mean 'budget'"),
         (["--set", "budget"], "name=value"),
+        (["--set", "share=0.5"], "scorer hybrid: give scorer_options={'share': ...}, on the command line --set scorer"),
         (["--config", "nowhere.json"], "no such file"),
         (["--dtype", "int3"], "unknown dtype"),
         (["--model", "./nowhere"], "no model folder"),
@@ -122,8 +135,9 @@ def test_mistakes_are_one_line_and_exit_code_2(folder, capsys, monkeypatch, argu
         ([], "prompt is empty"),
         (["-p", "  "], "prompt is empty"),
         (["-p", "a", "--file", "nowhere.txt"], "no such file"),
-        (["-p", "a b", "-n", "5000"], "4,096 in all"),
+        (["-p", "a b", "-n", "5000"], "4,096 in all: shorten the prompt or the file, or lower --max-new-tokens"),
         (["-p", "a", "--device", "tpu"], "not available"),
+        (["-p", "a", "--compile", "--no-cuda-graphs"], "cuda_graphs=False leaves them out"),
     ],
 )
 def test_bad_prompts_are_refused_before_the_weights_load(folder, capsys, monkeypatch, arguments, message):

@@ -100,6 +100,17 @@ def test_options_beside_a_file_win(run, tmp_path):
     assert (config["budget"], config["num_full_layers"], config["scorer"]) == (64, 2, "tova")
 
 
+def test_an_interruption_of_several_processes_says_that_parts_are_left(run, monkeypatch):
+    def interrupted(*_args, **_options):
+        Path("eval.jsonl.part-1-of-2").write_bytes(b"")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("evals.offline_suite").OfflineSuite, "run", interrupted)
+    code, _, err = run("-t", "needle", *GRID, "--budget", "64")
+    assert code == 130
+    assert "stays in eval.jsonl and its parts, eval.jsonl.part-*; the same command merges them and goes on" in err
+
+
 def test_an_interruption_keeps_what_is_finished(run, monkeypatch):
     stored = []
     samples_file = importlib.import_module("evals.tasks.lines").SampleLines

@@ -180,3 +180,29 @@ def test_text_that_cannot_be_read_is_refused(model, text, message):
     with pytest.raises(skv.InputError, match=message):
         generate(model, text, tokenizer=LettersWithoutPadding())
     assert len(generate(model, "ab", tokenizer=LettersWithoutPadding()).text[0]) == 4
+
+
+# --- options that do not exist --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_tokens", r"did you mean 'max_new_tokens'\?"),
+        ("temperatur", r"did you mean 'temperature'\?"),
+        ("cuda_graph", r"did you mean 'cuda_graphs'\?"),
+        ("budget", r"it is one of SparseKVConfig, give config=SparseKVConfig\(budget=\.\.\.\)"),
+    ],
+)
+def test_an_unknown_option_says_which_was_meant(model, name, hint):
+    with pytest.raises(skv.ConfigError, match=f"^unknown option '{name}': {hint}$"):
+        generate(model, **{name: 1})
+
+
+def test_what_resembles_nothing_is_refused_as_transformers_does(model):
+    with pytest.raises(ValueError, match=r"not used by the model: \['zzz'\]"):
+        generate(model, zzz=1)
+
+
+def test_what_transformers_passes_on_to_the_model_is_taken(model):
+    assert torch.equal(generate(model, num_items_in_batch=1).sequences, generate(model).sequences)

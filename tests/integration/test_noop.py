@@ -59,6 +59,16 @@ def test_a_budget_that_fits_is_bit_identical_to_dense(tiny_llama, backend, kind,
     assert_identical(dense, sparse)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_a_budget_that_fits_is_bit_identical_under_autocast(tiny_llama, backend, dtype):
+    model, (ids, mask) = tiny_llama(head_dim=64), padded("left")
+    with torch.autocast("cpu", dtype):
+        dense = generate(model, ids, mask, backend)
+        sparse = generate(model, ids, mask, "sparsekv", skv.SparseKVCache(model.config, LARGE, backend=backend))
+    assert_identical(dense, sparse)
+
+
 @pytest.mark.parametrize("build", [tiny_qwen2, tiny_qwen3])
 def test_other_architectures_are_bit_identical_too(build):
     model, (ids, mask) = build(), padded("left")

@@ -71,6 +71,23 @@ def test_another_workload_does_not_enter_the_file(folder):
     assert path.read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        (["--concurrency", "1"], "sparse c=64 90% was run with concurrency=2, not 1"),
+        (["--num-requests", "3"], "sparse c=64 90% was run with num_requests=2, not 3"),
+        (["--concurrency", "3"], "2 requests never reach a concurrency of 3: ask for more requests"),
+    ],
+)
+def test_another_load_does_not_enter_the_file(folder, options, difference):
+    path = folder / "serving_published_1024.json"
+    before = path.read_text()
+    other = grid(folder, *options)
+    assert other.returncode == 2 and difference in other.stdout, other.stdout + other.stderr
+    assert other.stdout.count("\n") == 1
+    assert path.read_text() == before
+
+
 def test_another_model_does_not_enter_the_file(folder):
     path = folder / "serving_published_1024.json"
     before = path.read_text()

@@ -42,12 +42,19 @@ def kv_diversity(
     Returns:
         fp32 [B, K, N], larger = more unlike the others, 0 past `lengths` and where all tokens of a head are alike.
     Raises:
-        InputError: positions without frequencies, which would change nothing.
+        InputError: a tensor whose shape does not fit the keys', or positions without frequencies, which would change
+            nothing.
     Source: key diversity is KeyDiff's (Park et al., arXiv 2504.15364, section 3), of rotated keys and alone there.
     """
     if positions_BKN is not None and inv_freq is None:
         raise InputError("`positions` must not be given without `inv_freq`: without it no key is turned back")
+    if keys_BKND.dim() != 4:
+        raise InputError(f"`keys` is {list(keys_BKND.shape)}: it must be [B, K, N, D]")
     batch, kv_heads, num_keys, dim = keys_BKND.shape
+    _check_shape("values", values_BKND, "`keys`", keys_BKND.shape)
+    _check_shape("lengths", lengths_B, "the requests of `keys`", (batch,))
+    _check_shape("inv_freq", inv_freq, "half the head dimension of `keys`", (dim // 2,))
+    _check_shape("positions", positions_BKN, "the tokens of `keys`", keys_BKND.shape[:3])
     if num_keys == 0:
         return keys_BKND.new_zeros(batch, kv_heads, 0, dtype=torch.float32)
     step = max(1, temporary_bytes // (4 * max(1, batch * kv_heads * dim)))
@@ -68,6 +75,12 @@ def kv_diversity(
 
     parts = (_unlikeness(columns, plain_keys), _unlikeness(columns, lambda at: tokens(values_BKND, at)))
     return torch.stack([_standardised(part, valid, lengths_B) for part in parts]).sum(dim=0)
+
+
+def _check_shape(argument: str, tensor: Tensor | None, reason: str, shape: Sequence[int]) -> None:
+    """Refuse what broadcasting would quietly stretch, or stumble over without a name."""
+    if tensor is not None and tuple(tensor.shape) != tuple(shape):
+        raise InputError(f"`{argument}` is {list(tensor.shape)}: it must be {list(shape)}, {reason}")
 
 
 def _unlikeness(columns: Sequence[slice], chunk: Chunk) -> Tensor:

@@ -53,10 +53,20 @@ def test_a_changed_copy_is_checked_too_and_leaves_the_original():
     assert config.block_size == 16
     with pytest.raises(ConfigError, match="below max_num_seqs=8"):
         config.with_(max_batch_tokens=4)
-    with pytest.raises(ConfigError, match="unknown option 'blocksize': EngineConfig has kv_memory_bytes"):
-        config.with_(blocksize=4)
-    with pytest.raises(ConfigError, match="unknown option 'blocksize': EngineConfig has kv_memory_bytes"):
-        EngineConfig(blocksize=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("blocksize", r"did you mean 'block_size'\?"),
+        ("budget", "it is one of SparseKVConfig"),
+        ("tp", "options are kv_memory_bytes, .*, backend"),
+    ],
+)
+def test_an_unknown_option_says_which_was_meant(name, hint):
+    for make in (EngineConfig, EngineConfig().with_):
+        with pytest.raises(ConfigError, match=f"^unknown option '{name}' of EngineConfig: {hint}$"):
+            make(**{name: 4})
 
 
 def test_it_is_frozen():

@@ -144,3 +144,22 @@ def test_positions_that_change_nothing_are_refused():
     keys, values, positions = inputs()
     with pytest.raises(InputError, match="`positions` must not be given without `inv_freq`"):
         ops.kv_diversity(keys, values, int32(*LENGTHS), None, positions)
+
+
+WRONG = {
+    "keys": (lambda t: t[0],),
+    "values": (lambda t: t[:1], lambda t: t[:, :1], lambda t: t[:, :, :-1], lambda t: t[..., :-2], lambda t: t[0]),
+    "lengths": (lambda t: t[:1], lambda t: t.repeat(2), lambda t: t[0], lambda t: t[None]),
+    "inv_freq": (lambda t: t[:-1], lambda t: t[:1], lambda t: t[0], lambda t: t[None]),
+    "positions": (lambda t: t[..., :-1], lambda t: t[..., :1], lambda t: t[:, :1], lambda t: t[:1], lambda t: t[0]),
+}
+
+
+@pytest.mark.parametrize(("argument", "change"), [(name, change) for name in WRONG for change in WRONG[name]])
+def test_a_tensor_of_another_shape_is_named(argument, change):
+    keys, values, positions = inputs()
+    given = {"keys": keys, "values": values, "lengths": int32(*LENGTHS), "inv_freq": INV_FREQ, "positions": positions}
+    ops.kv_diversity(*given.values())
+    given[argument] = change(given[argument])
+    with pytest.raises(InputError, match=f"^`{argument}` is "):
+        ops.kv_diversity(*given.values())

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import ConfigError
 from hf_sparsekv.scorers import (
     ScoreInputs,
@@ -17,6 +18,7 @@ from hf_sparsekv.scorers import (
     registry,
     scorer_names,
     scorer_table,
+    unregister_scorer,
 )
 from hf_sparsekv.scorers.snapkv import SnapKV
 
@@ -111,6 +113,40 @@ def test_a_taken_name_is_refused_even_for_a_class_called_alike():
     with pytest.raises(ConfigError, match="'snapkv' is taken by SnapKV"):
         register_scorer(other)
     assert type(build_scorer("snapkv", {})) is SnapKV
+
+
+def test_the_name_of_a_registered_scorer_can_be_freed_for_another():
+    register_scorer(Newest)
+    config = SparseKVConfig(scorer="newest")
+    other = type("Renamed", (Newest,), {"__module__": __name__, "__qualname__": "Renamed"})
+    with pytest.raises(
+        ConfigError, match=r"by Newest: choose another, or call hf_sparsekv\.unregister_scorer\('newest'\)"
+    ):
+        register_scorer(other)
+
+    unregister_scorer("newest")
+
+    assert "newest" not in scorer_names()
+    assert type(config.scorer_object) is Newest  # what was made of it goes on
+    with pytest.raises(ConfigError, match="unknown scorer 'newest'"):
+        SparseKVConfig(scorer="newest")
+    register_scorer(other)
+    assert type(build_scorer("newest", {})) is other
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("snapkv", "'snapkv' is the package's own and stays"),
+        ("newst", r"no scorer is registered as 'newst': give the name of one of yours \(newest\)"),
+        (Newest, r"give the name of one of yours \(newest\)"),
+    ],
+)
+def test_only_names_of_registered_scorers_can_be_freed(name, message):
+    register_scorer(Newest)
+    with pytest.raises(ConfigError, match=message):
+        unregister_scorer(name)
+    assert {"snapkv", "newest"} <= set(scorer_names())
 
 
 def test_what_cannot_be_registered_is_refused():
