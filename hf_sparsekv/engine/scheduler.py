@@ -6,12 +6,11 @@ in every step until all its outputs are scheduled, and each request ends after a
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hf_sparsekv.engine.block_pool import BlockPool
-from hf_sparsekv.engine.prefix_cache import CachedBlock
+from hf_sparsekv.engine.prefix_cache import Prefix
 from hf_sparsekv.engine.prefix_reuse import PrefixReuse
 from hf_sparsekv.engine.request import FinishReason, Request, RequestStatus
 from hf_sparsekv.engine.tables import RequestTables
@@ -75,7 +74,7 @@ class StepPlan:
 class _WayIn(NamedTuple):
     """How a request begins."""
 
-    prefix: Sequence[CachedBlock]
+    prefix: Prefix
     tables: RequestTables
     length: int
     """Of its first chunk."""
