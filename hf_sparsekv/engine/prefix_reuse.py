@@ -61,13 +61,18 @@ class PrefixReuse:
 
     def begin(self, request: Request, tables: RequestTables, prefix: Prefix) -> None:
         """Give a request that is being admitted its prefix; its tables are to be filled up after."""
-        self._head, self._found, self._shared = None, NO_PREFIX, None
+        self.forget(request)
         if self._cache is None or not prefix:
             return
         tables.begin_with(self._cache, prefix)
         request.num_computed = len(prefix) * self._cache.block_size
         if request.num_preemptions == 0:  # later it finds its own
             request.num_cached = request.num_computed
+
+    def forget(self, request: Request) -> None:
+        """Let go of what is remembered of a request that asks no more."""
+        if request is self._head:
+            self._head, self._found, self._shared = None, NO_PREFIX, None
 
     def stage_to_store(self, whole: Iterable[Request]) -> None:
         """Give prompts that are computed in one piece room for all their keys, as long as there is room to spare.

@@ -202,6 +202,7 @@ class Scheduler:
             raise RequestError(f"cannot finish request {request.request_id!r}: it {state}; a request ends once")
         if request.status is RequestStatus.WAITING:
             del self._waiting[request.request_id]
+            self._prefixes.forget(request)
         else:
             self.running.remove(request)
         del self._live[request.request_id]

@@ -1,5 +1,6 @@
 """What the queue's head found in the prefix cache is remembered from step to step, and is what a new search finds."""
 
+import weakref
 from dataclasses import dataclass
 from random import Random
 
@@ -8,6 +9,7 @@ import pytest
 from hf_sparsekv.engine.prefix_cache import NO_PREFIX, PrefixCache
 from hf_sparsekv.engine.prefix_reuse import PrefixReuse
 from hf_sparsekv.engine.request import Request
+from hf_sparsekv.engine.scheduler import Scheduler
 from hf_sparsekv.engine.tables import RequestTables
 from hf_sparsekv.plan import LayerPlan, LayerSpec, ModelShape
 
@@ -126,6 +128,21 @@ def test_a_prompt_is_stored_from_the_prefix_on_that_it_began_with(seen):
     seen.clear()
     reuse.store_prompt(request)
     assert seen == []
+
+
+def test_an_aborted_head_is_remembered_no_more():
+    tokens = list(range(20))
+    cache = cache_of(tokens)
+    scheduler = Scheduler(cache, block_size=SIZE, max_num_seqs=2, max_batch_tokens=40, max_model_len=40)
+    cache.allocate(cache.num_free)
+    request = request_of([*tokens, -1])
+    scheduler.add(request)
+    assert scheduler.schedule().is_empty
+    gone = weakref.ref(request)
+    del request
+    assert gone() is not None
+    scheduler.abort("head")
+    assert gone() is None
 
 
 def test_what_was_found_is_given_up_when_its_entries_go():
