@@ -256,10 +256,11 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING or request.is_fully_scheduled:
                 continue
             length = request.cached_length + 1
-            if not self._make_room(request, length, plan):
-                continue
             assert request.tables is not None
-            plan.grown.extend(GrownBlock(request, *entry) for entry in request.tables.grow(self.pool, length))
+            if request.tables.growth(length) > 0:  # once in many steps
+                if not self._make_room(request, length, plan):
+                    continue
+                plan.grown.extend(GrownBlock(request, *entry) for entry in request.tables.grow(self.pool, length))
             request.num_scheduled_outputs += 1
             plan.decode.append(request)
 
