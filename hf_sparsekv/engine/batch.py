@@ -143,7 +143,7 @@ class BatchBuilder:
         assert tables is not None
         pages = -(-len(request.prompt_ids) // self._pool.page_size)
         is_whole = planned.start == 0 and planned.is_last
-        in_order = [p.spec.is_full or not is_whole or bool(tables.staging[i]) for i, p in enumerate(rows.places)]
+        in_order = [p.spec.is_full or not is_whole or tables.has_staging(i) for i, p in enumerate(rows.places)]
         with_table = [layer for layer, has_order in enumerate(in_order) if has_order]
         ordered = np.zeros((len(with_table), pages), dtype=np.int32)
         for i, layer in enumerate(with_table):
@@ -202,7 +202,7 @@ class BatchBuilder:
         append_table = np.zeros((len(rows.append_tables), rows.append_tables.shape[2]), dtype=np.int32)
         lengths = np.zeros(len(append_table), dtype=np.int32)
         for place in rows.places:
-            blocks = tables.blocks[place.spec.layer_idx]
+            blocks = tables.own_blocks(place.spec.layer_idx)
             if place.is_append:
                 append_table[place.index, : len(blocks)] = blocks
                 lengths[place.index] = min(prompt, place.spec.kept_tokens(prompt))

@@ -10,31 +10,37 @@ at any time: requests that hold its blocks keep them. It knows numbers only: no 
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from hf_sparsekv.engine.block_pool import NULL_BLOCK, BlockPool
+import numpy as np
+
+from hf_sparsekv.engine.block_pool import HELD, BlockPool, Blocks
 
 _ROOT = 0
 """The number of what comes before the first block."""
 
-_CACHED, _HELD = 1, 2
-"""A block's state is the sum of one for the cache and two for each request that holds it; 0 = free. One list and plain
-loops: a prompt's blocks pass through here by the thousand, while the device waits for the host or nearly so."""
+_CACHED = 1
+"""What the cache adds to the state of a block that it holds."""
 
 _Key = tuple[int, tuple[int, ...]]
 """The number of the entry before, and the tokens: numbers are never used again, so equal keys are equal prefixes."""
 
 
-class CachedBlock(NamedTuple):
-    """`block_size` tokens of a prompt whose keys and values are stored."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Prefix:
+    """The beginning of a prompt whose keys and values are stored, block by block; its length is in blocks."""
 
-    key: _Key
-    number: int
-    blocks: tuple[int, ...]
-    """One for each layer."""
+    numbers: list[int]
+    """Of its entries."""
+    blocks: Blocks
+    """int32 [entries, layers]."""
+
+    def __len__(self) -> int:
+        """Blocks of tokens."""
+        return len(self.numbers)
 
 
-NO_PREFIX: Sequence[CachedBlock] = ()
+NO_PREFIX = Prefix([], np.zeros((0, 0), dtype=np.int32))
 
 
 class PrefixCache(BlockPool):
@@ -54,12 +60,16 @@ class PrefixCache(BlockPool):
         self.block_size = block_size
         self.num_evicted = 0
         """Entries that had to go since the beginning."""
-        self._state = [0] * num_blocks
         self._num_idle = self._num_cached = 0
-        """Blocks that nobody but the cache holds."""
-        # From the least to the most recently used; an entry is always before the one that it continues.
-        # Numbers and blocks in plain tuples of numbers, which Python's garbage collector need not look through.
-        self._entries: OrderedDict[_Key, tuple[int, tuple[int, ...]]] = OrderedDict()
+        """Blocks that nobody but the cache holds; that it holds at all."""
+        # In plain tuples of numbers, which Python's garbage collector need not look through.
+        self._entries: dict[_Key, tuple[int, int]] = {}
+        """An entry's number, and its row in `_rows`."""
+        self._by_use: OrderedDict[int, _Key] = OrderedDict()
+        """Entries by number, from the least to the most recently used; each is before the one that it continues."""
+        self._rows = NO_PREFIX.blocks
+        """int32 [rows, layers], the blocks of entries. A block is in one entry at the most, so there are enough."""
+        self._free_rows: list[int] = []
         self._last_number = _ROOT
         self.num_holder_changes = 0
         """Times that cached blocks got or lost holders: while it stands still, so does `num_held` of given entries."""
@@ -74,134 +84,148 @@ class PrefixCache(BlockPool):
         """Blocks that hold a remembered prefix, in use or not."""
         return self._num_cached
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, all or none; entries go where fewer are free.
+    def allocate(self, count: int) -> Blocks:
+        """Take blocks, all or none; entries go where fewer are free.
 
+        Returns:
+            int32 [count], the caller's own.
         Raises:
             PoolError: more than `num_free`; nothing is taken, and no entry goes.
         """
         self._check_count(count)
-        while len(self._free) < count:
-            self._evict()
-        taken, state = self._take(count), self._state
-        for block in taken:
-            state[block] = _HELD
-        return taken
+        while (missing := count - len(self._free)) > 0:
+            self._evict(-(-missing // self._rows.shape[1]))  # as many entries as it takes at the least
+        return self._take(count)
 
-    def free(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int] | Blocks) -> None:
         """Let go of blocks, one holder of each, all or none.
 
         Raises:
             PoolError: one is not of this pool, free already (so are those that only the cache holds), or named twice;
                 nothing changes.
         """
-        state = self._state
-        is_known = not blocks or (min(blocks) > NULL_BLOCK and max(blocks) < self.num_blocks)
-        if not is_known or len(set(blocks)) != len(blocks) or any(state[block] < _HELD for block in blocks):
-            self._check_blocks(blocks)  # says what is wrong
-        unheld = []
-        for block in blocks:
-            left = state[block] = state[block] - _HELD
-            if left == 0:
-                unheld.append(block)
-            elif left == _CACHED:
-                self._num_idle += 1
+        named = self._held(blocks)
+        left = self._state[named] - HELD
+        self._state[named] = left
+        self._num_idle += int(np.count_nonzero(left == _CACHED))
         self.num_holder_changes += 1
-        self._free.extend(reversed(unheld))
-
-    def _is_free_now(self, block: int) -> bool:
-        return self._state[block] < _HELD
+        self._put_back(named[left == 0][::-1])
 
     # --- prefixes -------------------------------------------------------------------------------------------------
 
-    def find(
-        self, tokens: Sequence[int], most: int, before: Sequence[CachedBlock] = NO_PREFIX
-    ) -> Sequence[CachedBlock]:
-        """The longest known prefix of `tokens` that has at most `most` tokens, block by block; nothing changes.
+    def find(self, tokens: Sequence[int], most: int, before: Prefix = NO_PREFIX) -> Prefix:
+        """The longest known prefix of `tokens` that has at most `most` tokens; nothing changes.
 
         Args:
             tokens, most: what is looked for.
-            before: what was found the last time for the same. Only what came and went since is looked at: an entry
-                goes after all that continue it. Where that is nothing, the result is `before` itself.
+            before: what is known to have been there. Only what came and went since is looked at: an entry goes after
+                all that continue it. Where that is nothing, the result is `before` itself.
         """
-        found, entries = list(before), self._entries
-        while found and entries.get(found[-1].key, (None,))[0] != found[-1].number:
-            found.pop()
-        num_kept, number = len(found), found[-1].number if found else _ROOT
+        num_kept, entries = len(before), self._entries
+        while num_kept and before.numbers[num_kept - 1] not in self._by_use:
+            num_kept -= 1
+        numbers, rows = before.numbers[:num_kept], []
+        number = numbers[-1] if numbers else _ROOT
         for piece in self._pieces(tokens, most, num_kept):
-            key = (number, piece)
-            entry = self._entries.get(key)
+            entry = entries.get((number, piece))
             if entry is None:
                 break
-            number = entry[0]
-            found.append(CachedBlock(key, *entry))
-        return before if len(found) == num_kept == len(before) else found
+            number, row = entry
+            numbers.append(number)
+            rows.append(row)
+        if not rows and num_kept == len(before):
+            return before
+        return Prefix(numbers, _joined(before.blocks[:num_kept], self._rows[rows]))
 
-    def num_held(self, blocks: Sequence[int]) -> int:
+    def num_held(self, blocks: Sequence[int] | Blocks) -> int:
         """How many of these cached blocks somebody else than the cache holds too: sharing them takes nothing."""
-        return len(blocks) - list(map(self._state.__getitem__, blocks)).count(_CACHED)
+        states = self._state[np.asarray(blocks, dtype=np.intp)]
+        return int(np.count_nonzero(states != _CACHED))
 
-    def share(self, prefix: Sequence[CachedBlock], blocks: Sequence[int]) -> None:
+    def share(self, prefix: Prefix, blocks: Sequence[int] | Blocks) -> None:
         """Become one more holder of blocks, and mark the entries as used.
 
         Args:
             prefix: as `find` gave it, with no `allocate` in between.
-            blocks: of these entries; to be given to `free` like those that were allocated.
+            blocks: of these entries, each once; to be given to `free` like those that were allocated.
         """
-        state = self._state
-        for block in blocks:
-            assert state[block] & _CACHED, "what is shared is in the cache"
-            if state[block] == _CACHED:
-                self._num_idle -= 1
-            state[block] += _HELD
+        named = np.asarray(blocks, dtype=np.intp)
+        states = self._state[named]
+        assert (states & _CACHED).all(), "what is shared is in the cache"
+        self._num_idle -= int(np.count_nonzero(states == _CACHED))
+        self._state[named] = states + HELD
         self.num_holder_changes += 1
-        self._touch([entry.key for entry in prefix])
+        self._touch(prefix.numbers)
 
-    def insert(self, tokens: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
+    def insert(self, tokens: Sequence[int], tables: Blocks, before: Prefix = NO_PREFIX) -> Prefix:
         """Remember whole blocks of tokens, and mark them as used; for what is known already, nothing else changes.
 
         Args:
             tokens: from the first token of a prompt on.
-            tables: per layer the blocks that hold them in order; somebody holds them, and nobody will write to those
-                that are full.
+            tables: int32 [layers, blocks], per layer the blocks that hold them in order; somebody holds them, and
+                nobody will write to those that are full.
+            before: what was known of the tokens at some time, if anything.
+        Returns:
+            What is known of them now.
         """
-        keys: list[_Key] = []
-        number, state = _ROOT, self._state
-        for piece, blocks in zip(self._pieces(tokens, len(tokens)), zip(*tables, strict=False), strict=False):
+        most = min(len(tokens), tables.shape[1] * self.block_size)
+        known = self.find(tokens, most, before)
+        new = tables[:, len(known) : most // self.block_size].T
+        numbers, rows = known.numbers.copy(), self._take_rows(*new.shape)
+        number = numbers[-1] if numbers else _ROOT
+        for row, piece in zip(rows, self._pieces(tokens, most, len(known)), strict=True):
             key = (number, piece)
-            entry = self._entries.get(key)
-            if entry is None:
-                for block in blocks:
-                    state[block] += _CACHED
-                self._num_cached += len(blocks)
-                self._last_number += 1
-                entry = self._entries[key] = (self._last_number, blocks)
-            keys.append(key)
-            number = entry[0]
-        self._touch(keys)
+            self._last_number = number = self._last_number + 1
+            self._entries[key] = number, row
+            self._by_use[number] = key
+            numbers.append(number)
+        self._rows[rows] = new
+        self._state[new] += _CACHED
+        self._num_cached += new.size
+        self._touch(numbers)
+        return Prefix(numbers, _joined(known.blocks, new))
 
     def clear(self) -> None:
         """Forget every prefix."""
-        while self._entries:
-            self._evict()
+        self._evict(len(self._entries))
 
-    def _touch(self, keys: Sequence[_Key]) -> None:
-        for key in reversed(keys):  # the first block last: it is needed by all others
-            self._entries.move_to_end(key)
+    def _touch(self, numbers: Sequence[int]) -> None:
+        for number in reversed(numbers):  # the first block last: it is needed by all others
+            self._by_use.move_to_end(number)
 
-    def _evict(self) -> None:
-        _, (_, blocks) = self._entries.popitem(last=False)
-        self.num_evicted += 1
+    def _take_rows(self, count: int, num_layers: int) -> list[int]:
+        if self._rows.shape[1] != num_layers:
+            assert not self._entries, "all entries are of one model"
+            self._rows = np.zeros((self.num_usable // num_layers, num_layers), dtype=np.int32)
+            self._free_rows = list(range(len(self._rows)))
+        start = len(self._free_rows) - count
+        taken = self._free_rows[start:]
+        del self._free_rows[start:]
+        return taken
+
+    def _evict(self, count: int) -> None:
+        """Let go of the entries that were not used for the longest time."""
+        rows = []
+        for _ in range(count):
+            _, key = self._by_use.popitem(last=False)
+            rows.append(self._entries.pop(key)[1])
+        self._free_rows += rows
+        self.num_evicted += count
+        blocks = self._rows[rows].ravel()
         self._num_cached -= len(blocks)
-        state, unheld = self._state, []
-        for block in blocks:
-            left = state[block] = state[block] - _CACHED
-            if left == 0:
-                unheld.append(block)
+        left = self._state[blocks] - _CACHED
+        self._state[blocks] = left
+        unheld = blocks[left == 0]
         self._num_idle -= len(unheld)
-        self._free.extend(unheld)
+        self._put_back(unheld)
 
     def _pieces(self, tokens: Sequence[int], most: int, first: int = 0) -> Iterator[tuple[int, ...]]:
+        """The tokens of whole blocks, from block `first` on."""
         size = self.block_size
-        for end in range((first + 1) * size, min(most, len(tokens)) + 1, size):
-            yield tuple(tokens[end - size : end])
+        part = iter(tokens[first * size : max(0, min(most, len(tokens)) // size * size)])
+        return zip(*[part] * size, strict=True)
+
+
+def _joined(first: Blocks, second: Blocks) -> Blocks:
+    """Blocks [entries, layers] of one prefix."""
+    return np.concatenate([first, second]) if len(first) else second

@@ -16,7 +16,7 @@ might be shared later would keep out, or preempt, requests that share nothing.
 from collections.abc import Iterable, Iterator, Sequence
 
 from hf_sparsekv.engine.block_pool import BlockPool
-from hf_sparsekv.engine.prefix_cache import NO_PREFIX, CachedBlock, PrefixCache
+from hf_sparsekv.engine.prefix_cache import NO_PREFIX, Prefix, PrefixCache
 from hf_sparsekv.engine.request import Request
 from hf_sparsekv.engine.tables import RequestTables
 
@@ -32,7 +32,7 @@ class PrefixReuse:
         self._shared: tuple[int, tuple[int, int]] | None = None
         """What `num_shared` said of `_found`, after the count of holder changes."""
 
-    def offers(self, request: Request) -> Iterator[Sequence[CachedBlock]]:
+    def offers(self, request: Request) -> Iterator[Prefix]:
         """Prefixes that a request may begin with, the best first; the last one is `NO_PREFIX`."""
         if self._cache is not None and _is_exact(request) and request.num_query_rows is not None:
             most = request.prompt_length - max(1, request.num_query_rows)
@@ -45,31 +45,34 @@ class PrefixReuse:
                 yield found
         yield NO_PREFIX
 
-    def num_shared(self, tables: RequestTables, prefix: Sequence[CachedBlock]) -> tuple[int, int]:
+    def num_shared(self, tables: RequestTables, prefix: Prefix) -> tuple[int, int]:
         """Blocks of a prefix that others hold, so that they take none of what is free: of all layers, of full ones."""
         if self._cache is None or not prefix:
             return 0, 0
         changes = self._cache.num_holder_changes
         if prefix is self._found and self._shared is not None and self._shared[0] == changes:
             return self._shared[1]
-        windows = set(tables.window_layers)
-        in_windows = self._cache.num_held([entry.blocks[layer] for layer in windows for entry in prefix])
-        full = [layer for layer in range(len(tables.blocks)) if layer not in windows]
-        in_full = self._cache.num_held([entry.blocks[layer] for layer in full for entry in prefix])
+        in_windows = self._cache.num_held(prefix.blocks[:, tables.window_layers])
+        in_full = self._cache.num_held(prefix.blocks[:, tables.full_layers])
         shared = in_windows + in_full, in_full
         if prefix is self._found:
             self._shared = changes, shared
         return shared
 
-    def begin(self, request: Request, tables: RequestTables, prefix: Sequence[CachedBlock]) -> None:
+    def begin(self, request: Request, tables: RequestTables, prefix: Prefix) -> None:
         """Give a request that is being admitted its prefix; its tables are to be filled up after."""
-        self._head, self._found, self._shared = None, NO_PREFIX, None
+        self.forget(request)
         if self._cache is None or not prefix:
             return
         tables.begin_with(self._cache, prefix)
         request.num_computed = len(prefix) * self._cache.block_size
         if request.num_preemptions == 0:  # later it finds its own
             request.num_cached = request.num_computed
+
+    def forget(self, request: Request) -> None:
+        """Let go of what is remembered of a request that asks no more."""
+        if request is self._head:
+            self._head, self._found, self._shared = None, NO_PREFIX, None
 
     def stage_to_store(self, whole: Iterable[Request]) -> None:
         """Give prompts that are computed in one piece room for all their keys, as long as there is room to spare.
@@ -107,9 +110,9 @@ class PrefixReuse:
     def _store(self, request: Request, tokens: Sequence[int]) -> None:
         if self._cache is None or request.tables is None or not _is_exact(request):
             return
-        tables = request.tables.in_order()
-        if tables is not None:
-            self._cache.insert(tokens, tables)
+        in_order = request.tables.in_order()
+        if in_order is not None:
+            request.tables.prefix = self._cache.insert(tokens, in_order, request.tables.prefix)
 
 
 def _is_exact(request: Request) -> bool:

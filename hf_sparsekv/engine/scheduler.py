@@ -6,12 +6,11 @@ in every step until all its outputs are scheduled, and each request ends after a
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hf_sparsekv.engine.block_pool import BlockPool
-from hf_sparsekv.engine.prefix_cache import CachedBlock
+from hf_sparsekv.engine.prefix_cache import Prefix
 from hf_sparsekv.engine.prefix_reuse import PrefixReuse
 from hf_sparsekv.engine.request import FinishReason, Request, RequestStatus
 from hf_sparsekv.engine.tables import RequestTables
@@ -75,7 +74,7 @@ class StepPlan:
 class _WayIn(NamedTuple):
     """How a request begins."""
 
-    prefix: Sequence[CachedBlock]
+    prefix: Prefix
     tables: RequestTables
     length: int
     """Of its first chunk."""
@@ -203,6 +202,7 @@ class Scheduler:
             raise RequestError(f"cannot finish request {request.request_id!r}: it {state}; a request ends once")
         if request.status is RequestStatus.WAITING:
             del self._waiting[request.request_id]
+            self._prefixes.forget(request)
         else:
             self.running.remove(request)
         del self._live[request.request_id]
@@ -256,10 +256,11 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING or request.is_fully_scheduled:
                 continue
             length = request.cached_length + 1
-            if not self._make_room(request, length, plan):
-                continue
             assert request.tables is not None
-            plan.grown.extend(GrownBlock(request, *entry) for entry in request.tables.grow(self.pool, length))
+            if request.tables.growth(length) > 0:  # once in many steps
+                if not self._make_room(request, length, plan):
+                    continue
+                plan.grown.extend(GrownBlock(request, *entry) for entry in request.tables.grow(self.pool, length))
             request.num_scheduled_outputs += 1
             plan.decode.append(request)
 

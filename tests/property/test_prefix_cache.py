@@ -154,7 +154,12 @@ class World:
         )
         if not isinstance(pool, PrefixCache):
             return
-        entries = list(pool._entries.items())
+        # From the least to the most recently used.
+        entries = [(key, pool._entries[key]) for key in pool._by_use.values()]
+        entries = [(key, (number, pool._rows[row].tolist())) for key, (number, row) in entries]
+        assert list(pool._by_use) == [number for _, (number, _) in entries] and len(entries) == len(pool._entries)
+        rows = [row for _, row in pool._entries.values()] + pool._free_rows
+        assert sorted(rows) == list(range(len(pool._rows)))
         cached = Counter(block for _, (_, blocks) in entries for block in blocks)
         assert max(cached.values(), default=1) == 1
         assert {block: (n // 2, n % 2) for block, n in enumerate(pool._state) if n} == {

@@ -14,7 +14,7 @@ for name, path in (("hf_sparsekv", root), ("hf_sparsekv.engine", root + "/engine
     package = types.ModuleType(name)
     package.__path__ = [path]
     sys.modules[name] = package
-for name in ("torch", "transformers", "numpy"):
+for name in ("torch", "transformers"):
     sys.modules[name] = None  # importing it raises
 from hf_sparsekv.engine import block_pool, request, scheduler, tables
 scheduler = scheduler.Scheduler(

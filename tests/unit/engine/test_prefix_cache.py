@@ -1,5 +1,6 @@
 """PrefixCache: who holds a block, what is found, and what has to go, on pools that can be counted by hand."""
 
+import numpy as np
 import pytest
 
 from hf_sparsekv.engine.prefix_cache import PrefixCache
@@ -17,14 +18,14 @@ class Same(int):
 
 def stored(cache, tokens, num_layers=1):
     """Store a prompt as a request does that ends at once; its blocks per layer."""
-    tables = [cache.allocate(-(-len(tokens) // SIZE)) for _ in range(num_layers)]
-    cache.insert(tokens, tables)
+    tables = [cache.allocate(-(-len(tokens) // SIZE)).tolist() for _ in range(num_layers)]
+    cache.insert(tokens, np.asarray(tables, dtype=np.int32))
     cache.free([block for table in tables for block in table])
     return tables
 
 
 def found(cache, tokens, most=99):
-    return [entry.blocks for entry in cache.find(tokens, most)]
+    return [tuple(entry) for entry in cache.find(tokens, most).blocks.tolist()]
 
 
 def test_whole_blocks_are_found_up_to_the_first_difference():
@@ -61,15 +62,15 @@ def test_shared_blocks_stay_with_their_holder_when_the_entry_goes():
     cache = PrefixCache(5, SIZE)
     (table,) = stored(cache, [1, 2, 3, 4])
     prefix = cache.find([1, 2, 3, 4], 2)
-    cache.share(prefix, prefix[0].blocks)
+    cache.share(prefix, prefix.blocks[0])
     assert (cache.num_free, cache.num_held(table)) == (3, 1)
     assert table[0] not in cache.allocate(3)
     assert (cache.num_free, cache.num_evicted, cache.num_cached) == (0, 1, 1)
-    assert table[0] in cache.find([1, 2], 2)[0].blocks
+    assert table[0] in cache.find([1, 2], 2).blocks[0]
     cache.clear()
     assert cache.num_free == 0
     cache.free([table[0]])
-    assert cache.allocate(1) == [table[0]]
+    assert cache.allocate(1).tolist() == [table[0]]
 
 
 def test_the_longest_unused_goes_first_and_the_end_of_a_prefix_before_its_beginning():
@@ -92,6 +93,23 @@ def test_what_is_known_is_not_stored_twice():
     assert found(cache, [1, 2, 3, 4, 5, 6]) == [(first[0],), (first[1],), (second[2],)]
     assert cache.num_cached == 3
     assert cache.num_free == 19
+
+
+def test_what_went_since_it_was_known_is_stored_again():
+    cache = PrefixCache(9, SIZE)
+    tokens = [1, 2, 3, 4, 5, 6]
+    stored(cache, tokens)
+    before = cache.find(tokens, 6)
+    cache.share(before, before.blocks[:2])
+    taken = cache.allocate(6)  # the last block goes
+    table = np.append(before.blocks[:2, 0], taken[:1])
+    known = cache.insert(tokens, table[None], before)
+    assert known.numbers[:2] == before.numbers[:2] and known.numbers[2] not in before.numbers
+    assert found(cache, tokens) == [tuple(entry) for entry in known.blocks.tolist()] == [(b,) for b in table.tolist()]
+    cache.clear()
+    again = cache.insert(tokens, table[None], known)
+    assert not set(again.numbers) & set(known.numbers)
+    assert again.blocks.tolist() == known.blocks.tolist() and cache.num_cached == len(found(cache, tokens)) == 3
 
 
 def test_a_block_is_freed_once_by_each_of_its_holders():

@@ -1,5 +1,6 @@
 """What the queue's head found in the prefix cache is remembered from step to step, and is what a new search finds."""
 
+import weakref
 from dataclasses import dataclass
 from random import Random
 
@@ -8,6 +9,7 @@ import pytest
 from hf_sparsekv.engine.prefix_cache import NO_PREFIX, PrefixCache
 from hf_sparsekv.engine.prefix_reuse import PrefixReuse
 from hf_sparsekv.engine.request import Request
+from hf_sparsekv.engine.scheduler import Scheduler
 from hf_sparsekv.engine.tables import RequestTables
 from hf_sparsekv.plan import LayerPlan, LayerSpec, ModelShape
 
@@ -26,6 +28,11 @@ def request_of(prompt):
     return Request(request_id="head", prompt_ids=list(prompt), params=Params(), plan=PLAN)
 
 
+def shown(prefix):
+    """By entry, its number and its blocks."""
+    return list(zip(prefix.numbers, prefix.blocks.tolist(), strict=True))
+
+
 class Traffic:
     """Requests that leave prefixes, hold them, and push others out."""
 
@@ -42,7 +49,7 @@ class Traffic:
         elif move < 0.6:
             tokens = self.prompt()
             prefix = self.cache.find(tokens, len(tokens))
-            blocks = [block for entry in prefix for block in entry.blocks]
+            blocks = prefix.blocks.ravel()
             self.cache.share(prefix, blocks)
             self.held.append(blocks)
         else:
@@ -50,7 +57,7 @@ class Traffic:
             count = len(tokens) // SIZE
             if count * LAYERS <= self.cache.num_free:
                 blocks = self.cache.allocate(count * LAYERS)
-                self.cache.insert(tokens, [blocks[i * count : (i + 1) * count] for i in range(LAYERS)])
+                self.cache.insert(tokens, blocks.reshape(LAYERS, count))
                 self.held.append(blocks)
 
 
@@ -65,17 +72,15 @@ def test_what_is_remembered_is_what_is_there(seed):
             tables = RequestTables(PLAN, request.prompt_length, request.max_length, SIZE, stages_all=True)
             fresh = PrefixReuse(cache)
             for found, expected in zip(reuse.offers(request), fresh.offers(request), strict=True):
-                assert list(found) == list(expected)
+                assert shown(found) == shown(expected)
                 assert reuse.num_shared(tables, found) == fresh.num_shared(tables, expected)
     assert cache.num_evicted > 50 and cache.num_holder_changes > 100
 
 
-def test_a_blocked_head_does_not_walk_its_prefix_again(monkeypatch):
-    cache, seen = PrefixCache(3000, SIZE), []
-    tokens = list(range(1000))
-    blocks = cache.allocate(500 * LAYERS)
-    cache.insert(tokens, [blocks[i * 500 : (i + 1) * 500] for i in range(LAYERS)])
-    pieces = PrefixCache._pieces
+@pytest.fixture
+def seen(monkeypatch):
+    """The pieces of prompts that a cache looks at, in order."""
+    seen, pieces = [], PrefixCache._pieces
 
     def counted(self, *args):
         for piece in pieces(self, *args):
@@ -83,6 +88,20 @@ def test_a_blocked_head_does_not_walk_its_prefix_again(monkeypatch):
             yield piece
 
     monkeypatch.setattr(PrefixCache, "_pieces", counted)
+    return seen
+
+
+def cache_of(tokens):
+    """A cache that knows them, and whoever stored them still there."""
+    cache, count = PrefixCache(6 * len(tokens) // SIZE, SIZE), len(tokens) // SIZE
+    cache.insert(tokens, cache.allocate(count * LAYERS).reshape(LAYERS, count))
+    return cache
+
+
+def test_a_blocked_head_does_not_walk_its_prefix_again(seen):
+    tokens = list(range(1000))
+    cache = cache_of(tokens)
+    seen.clear()
     reuse, request = PrefixReuse(cache), request_of([*tokens, -1, -2, -3])
     first = next(reuse.offers(request))
     assert len(first) == 500 and len(seen) == 501
@@ -91,17 +110,49 @@ def test_a_blocked_head_does_not_walk_its_prefix_again(monkeypatch):
     assert len(seen) == 1  # the one that might have come since
     other = request_of([*tokens[:10], -1, -2, -3])
     assert len(next(reuse.offers(other))) == 5
-    assert list(next(reuse.offers(request))) == list(first)
+    assert shown(next(reuse.offers(request))) == shown(first)
+
+
+def test_a_prompt_is_stored_from_the_prefix_on_that_it_began_with(seen):
+    tokens = list(range(1000))
+    cache = cache_of(tokens)
+    reuse, request = PrefixReuse(cache), request_of([*tokens, -1, -2, -3])
+    prefix = next(reuse.offers(request))
+    request.tables = RequestTables(PLAN, request.prompt_length, request.max_length, SIZE, stages_all=True)
+    reuse.begin(request, request.tables, prefix)
+    request.tables.allocate(cache, request.prompt_length + 1, staged=True)
+    seen.clear()
+    reuse.store_prompt(request)
+    assert seen == [(-1, -2)] * 2  # looked for, and stored
+    assert len(cache.find(request.prompt_ids, 1002)) == 501
+    seen.clear()
+    reuse.store_prompt(request)
+    assert seen == []
+
+
+def test_an_aborted_head_is_remembered_no_more():
+    tokens = list(range(20))
+    cache = cache_of(tokens)
+    scheduler = Scheduler(cache, block_size=SIZE, max_num_seqs=2, max_batch_tokens=40, max_model_len=40)
+    cache.allocate(cache.num_free)
+    request = request_of([*tokens, -1])
+    scheduler.add(request)
+    assert scheduler.schedule().is_empty
+    gone = weakref.ref(request)
+    del request
+    assert gone() is not None
+    scheduler.abort("head")
+    assert gone() is None
 
 
 def test_what_was_found_is_given_up_when_its_entries_go():
     cache = PrefixCache(31, SIZE)
     blocks = cache.allocate(15)
-    cache.insert(list(range(10)), [blocks[i * 5 : (i + 1) * 5] for i in range(LAYERS)])
+    cache.insert(list(range(10)), blocks.reshape(LAYERS, 5))
     cache.free(blocks)
     before = cache.find(list(range(10)), 10)
     assert len(before) == 5 and cache.find(list(range(10)), 10, before) is before
     cache.allocate(15 + 4)  # the end of the prefix goes first
-    assert list(cache.find(list(range(10)), 10, before)) == list(before[:3])
+    assert shown(cache.find(list(range(10)), 10, before)) == shown(before)[:3]
     cache.clear()
-    assert list(cache.find(list(range(10)), 10, before)) == list(NO_PREFIX)
+    assert shown(cache.find(list(range(10)), 10, before)) == shown(NO_PREFIX)

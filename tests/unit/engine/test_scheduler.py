@@ -244,7 +244,7 @@ def test_a_preempted_prompt_keeps_its_staging_the_second_time_too():
     taken, preempted = [], []
     for _ in range(6):  # others take what it gave back, until it is sent away
         if not preempted:
-            taken += engine.pool.allocate(engine.pool.num_free)
+            taken.extend(engine.pool.allocate(engine.pool.num_free))
             preempted = engine.schedule().preempted
     assert preempted == [b]
     engine.pool.free(taken)
