@@ -33,7 +33,7 @@ from evals.tasks.essay import SOURCES, EssayTokens, load_essay
 from evals.tasks.measure import context_of
 from evals.tasks.provenance import model_facts, versions
 from evals.tasks.samples import AWARE, EXACT, NLL, NO_CONTEXT, Sample
-from evals.tasks.stats import bootstrap, mean, mean_difference, perplexity
+from evals.tasks.stats import mean_interval, perplexity, share, share_difference
 from hf_sparsekv.bench.machine import commit
 from hf_sparsekv.cli.loading import load_weights, open_model
 from hf_sparsekv.errors import SparseKVError
@@ -176,24 +176,27 @@ def value_of(sample: Sample, logits_TV: Tensor, answer: Sequence[int]) -> float:
 
 def rows_of(samples: Sequence[Sample], values: list[list[float]], layouts: Sequence[Layout]) -> list[dict[str, Any]]:
     """For each task and layout its figure with a 95 % interval, and its difference to uniform on the same samples."""
-    groups: dict[tuple[str, str], list[int]] = {}
+    groups: dict[tuple[str, str, int], list[int]] = {}
     for i, sample in enumerate(samples):
-        groups.setdefault((sample.task, sample.mode), []).append(i)
+        groups.setdefault((sample.task, sample.mode, sample.budget_tokens), []).append(i)
     uniform = {(x.profile, x.compression): n for n, x in enumerate(layouts) if x.name == UNIFORM}
     rows = []
-    for (task, mode), members in groups.items():
+    for (task, mode, length), members in groups.items():
         table = np.array([values[i] for i in members])
         is_nll = samples[members[0]].scorer == NLL
-        figure, statistic = ("perplexity", perplexity) if is_nll else ("accuracy", mean)
-        place = {"task": task, "mode": mode, "num_samples": len(members)}
-        rows.append(place | {"layout": DENSE, figure: bootstrap(table[:, 0], statistic).to_dict()})
+        figure, of = ("perplexity", perplexity) if is_nll else ("accuracy", share)
+        place = {"task": task, "mode": mode, "budget_tokens": length, "num_samples": len(members)}
+        rows.append(place | {"layout": DENSE, figure: of(table[:, 0]).to_dict()})
         for n, layout in enumerate(layouts):
             base = 1 + uniform[layout.profile, layout.compression]
             pair = table[:, [base, n + 1]]
             row = place | {"profile": layout.profile, "compression": layout.compression, "layout": layout.name}
-            row |= {figure: bootstrap(table[:, n + 1], statistic).to_dict()}
-            name = "nll_difference_to_uniform" if is_nll else "difference_to_uniform"
-            rows.append(row | {name: bootstrap(pair, mean_difference).to_dict()})
+            row |= {figure: of(table[:, n + 1]).to_dict()}
+            if is_nll:
+                row |= {"nll_difference_to_uniform": mean_interval(pair[:, 1] - pair[:, 0]).to_dict()}
+            else:
+                row |= {"difference_to_uniform": share_difference(pair).to_dict()}
+            rows.append(row)
     return rows
 
 

@@ -1,5 +1,7 @@
 """Layouts of budgets in an evaluation: equal bytes, and the figures of the sparse cache that has these budgets."""
 
+import math
+
 import pytest
 import torch
 
@@ -60,6 +62,14 @@ def test_a_layout_scores_as_the_cache_with_its_budgets(model, profile):
         config = CONFIG.with_(num_full_layers=0, budget=budgets)
         assert outcome(SparseScorer(model, config), one)["value"] == pytest.approx(value, rel=1e-4)
     assert len(set(values)) > 3
+
+
+def test_rows_keep_lengths_apart(profile):
+    layouts = layouts_of(0, profile, 3, 4)[:1]
+    rows = rows_of([sample(), sample(length=110)], [[1.0, 2.0], [3.0, 5.0]], layouts)
+    found = {(row["budget_tokens"], row["layout"]): row["perplexity"]["value"] for row in rows}
+    expected = {(135, "dense"): 1.0, (135, UNIFORM): 2.0, (116, "dense"): 3.0, (116, UNIFORM): 5.0}
+    assert found == {place: pytest.approx(math.exp(value)) for place, value in expected.items()}
 
 
 def test_rows_compare_with_equal_budgets_on_the_same_samples(profile):

@@ -60,6 +60,7 @@ def test_methods_meet_the_ratio_in_measured_bytes(run):
     assert code == 0
     report = read("r.json")
     assert report["kind"] == "eval" and report["date"]
+    assert "Newcombe" in report["suites"]["offline"]["intervals"]
     assert report["command"][:4] == ["eval", "-m", report["suites"]["offline"]["model"]["name"], "-t"]
     places = {(row["task"], row["mode"]) for row in report["rows"]}
     assert places == {("needle", "aware"), ("needle", "agnostic"), ("perplexity", "agnostic")}
