@@ -27,8 +27,10 @@ from transformers import PreTrainedModel
 
 import hf_sparsekv as skv
 from hf_sparsekv.bench.cases import BenchPlan, describe, run_cases
+from hf_sparsekv.bench.program import at_least, ended
 from hf_sparsekv.bench.shapes import SHAPES, dummy_model, shape_config
 from hf_sparsekv.bench.workload import Finished
+from hf_sparsekv.cli.loading import pick_device
 
 GIB = 2**30
 FAILED, USAGE_ERROR = 1, 2
@@ -100,6 +102,7 @@ def main() -> None:
     cases = [case for case in CASES if options.only is None or options.only in f"{case.file} {case.name}"]
     if not cases:
         refuse(f"--only {options.only!r} is in no line of --list")
+    pick_device(options.device)
     options.folder.mkdir(parents=True, exist_ok=True)
     model = dummy_model(shape_config(options.shape), dtype=dtype_of(options.device), device=options.device)
     num_engines = 0
@@ -212,13 +215,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin no case after this long")
     parser.add_argument("--shape", default="llama3-8b-shape", choices=list(SHAPES))
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--input-len", type=int, default=4000)
-    parser.add_argument("--output-len", type=int, default=500, help="at most so many")
-    parser.add_argument("--concurrency", type=int, help="in place of every case's own")
-    parser.add_argument("--num-requests", type=int, help="in place of every case's own")
+    parser.add_argument("--input-len", type=at_least(1), default=4000)
+    parser.add_argument("--output-len", type=at_least(1), default=500, help="at most so many")
+    parser.add_argument("--concurrency", type=at_least(1), help="in place of every case's own")
+    parser.add_argument("--num-requests", type=at_least(1), help="in place of every case's own")
     parser.add_argument("--max-batch-tokens", type=int, default=skv.EngineConfig.max_batch_tokens)
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended(main))

@@ -1,15 +1,17 @@
 """Layouts of budgets in an evaluation: equal bytes, and the figures of the sparse cache that has these budgets."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import hf_sparsekv as skv
-from evals.budget_shapes import UNIFORM, Reader, layouts_of, rows_of
+from evals.budget_shapes import UNIFORM, Reader, check_scorers, layouts_of, rows_of
 from evals.scoring import SparseScorer
 from evals.tasks.measure import outcome
-from evals.tasks.samples import AWARE, NLL, Sample
+from evals.tasks.samples import AWARE, CHOICE, NLL, Sample
+from hf_sparsekv.errors import ConfigError, InputError
 
 CONFIG = skv.SparseKVConfig(scorer="hybrid", num_sink_tokens=2, num_recent_tokens=8, observation_window=8)
 
@@ -50,6 +52,17 @@ def test_layouts_take_the_bytes_of_equal_budgets(profile):
     assert tokens["heads"] <= tokens[UNIFORM]
     errors = {layout.name: layout.predicted_error for layout in layouts}
     assert errors["heads"] <= errors["heads_within_layers"] <= errors[UNIFORM]
+
+
+def test_a_ratio_that_no_budget_has_is_refused(profile):
+    with pytest.raises(ConfigError, match=r"100x is not possible with prompts of 128 tokens, at most \d+\.\d\dx"):
+        layouts_of(0, profile, 100, 4)
+
+
+def test_tasks_that_are_scored_otherwise_are_refused():
+    check_scorers([sample()])
+    with pytest.raises(InputError, match="quiz is scored by choice: here tasks are scored by exact or nll"):
+        check_scorers([sample(), replace(sample(), task="quiz", scorer=CHOICE)])
 
 
 def test_a_layout_scores_as_the_cache_with_its_budgets(model, profile):
