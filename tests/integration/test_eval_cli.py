@@ -131,7 +131,7 @@ def test_an_interruption_keeps_what_is_finished(run, monkeypatch):
         (["-t", "needle,"], "has an empty name"),
         (["-t", "needle", "--lengths", "5000"], "samples of 5000 tokens, the model takes 4096"),
         (["-t", "needle", "--lengths", "a"], "--lengths: 'a' is not a number"),
-        (["-t", "needle", "--half", "third"], "half is tune or report"),
+        (["-t", "needle", "--half", "third"], "--half is report, tune or both: got 'third'"),
         (["-t", "needle", "--seeds", "0"], "no sample is left"),
         (["-t", "needle", "--method", "snapkw"], "'snapkw'"),
         (["-t", "needle", "--method", "tova", "--scorer", "h2o"], "--method names the scorers"),
