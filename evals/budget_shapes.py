@@ -111,7 +111,7 @@ def layouts_of(number: int, profile: skv.profile.Profile, compression: float, el
     ]
 
 
-def by_head(profile: skv.profile.Profile, curves: list[list[Sequence[float]]], total: int) -> list[list[int]]:
+def by_head(profile: skv.profile.Profile, curves: Sequence[Sequence[Sequence[float]]], total: int) -> list[list[int]]:
     """Budgets of the heads, their sum at most `total`, with the least summed error."""
     length = profile.prompt_length
     choices = [profile.budgets[0], *range((profile.budgets[0] // 8 + 1) * 8, length, 8)]

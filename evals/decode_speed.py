@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import hf_sparsekv as skv
-from hf_sparsekv.attention import forward as forward_module
+from hf_sparsekv.attention import forward
 from hf_sparsekv.bench.machine import commit
 from hf_sparsekv.bench.program import at_least, ended
 from hf_sparsekv.bench.shapes import SHAPES, dummy_model, shape_config
@@ -33,6 +33,9 @@ from hf_sparsekv.cli.bench_options import check_writable
 from hf_sparsekv.cli.loading import DTYPES, pick_device, pick_dtype
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 from hf_sparsekv.models_store import resolve_model
+
+forward_module: Any = forward
+"""A name is replaced in it for a while."""
 
 
 class Scoring:
@@ -129,8 +132,9 @@ def take_turns(model: Any, ids: torch.Tensor, config: skv.SparseKVConfig, args: 
         model.set_attn_implementation("sdpa")
         dense_cache = DynamicCache(config=model.config)
         dense = one_run(model, ids, dense_cache, args.new_tokens, args.device)
-        dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in dense_cache.layers)
-        del dense_cache
+        layers: Any = dense_cache.layers
+        dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        del dense_cache, layers
         bar.update()
         bar.set_postfix_str("sparse" if repeat else "sparse, warming up")
         model.set_attn_implementation("sparsekv")

@@ -32,7 +32,7 @@ from hf_sparsekv.hf import graphs
 
 FEWEST_TOKENS = 8
 """Half of them has to be more than what warms up and is captured."""
-CHOICES: dict[str, dict[str, bool]] = {
+CHOICES: dict[str, dict[str, Any]] = {
     "plain": {"cuda_graphs": False},
     "graphs": {"cuda_graphs": True},
     "compiled": {"cuda_graphs": True, "compile": True},
@@ -68,7 +68,7 @@ class ReplayClock:
             clock.events.append((events[0], events[1]))
             return result
 
-        graphs.Launches.run = run  # type: ignore[method-assign]
+        graphs.Launches.run = run  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -77,14 +77,14 @@ class ReplayClock:
     def median_ms(self) -> float:
         """Of all steps but the first two, which warm up and capture."""
         torch.cuda.synchronize()
-        return statistics.median(first.elapsed_time(last) for first, last in self.events[2:])
+        return float(statistics.median(first.elapsed_time(last) for first, last in self.events[2:]))
 
 
 def measure(model: Any, batch_size: int, args: argparse.Namespace, config: skv.SparseKVConfig) -> dict[str, Any]:
     """All kinds at one batch size."""
     generator = torch.Generator().manual_seed(args.seed)
     ids = torch.randint(0, model.config.vocab_size, (batch_size, args.prompt), generator=generator).to(model.device)
-    ends = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ends: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     whole, half = args.new_tokens, args.new_tokens // 2
 
     def one(kind: str, count: int) -> Any:

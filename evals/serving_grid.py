@@ -67,11 +67,11 @@ class Case:
 def long_prompt(input_len: int, prefill: str) -> Case:
     """One prompt at a time, its first token measured."""
     file = f"long_{prefill}_{input_len // 1024}k"
-    lengths = {"input_len": input_len - 32, "output_len": 32}
+    lengths: dict[str, Any] = {"input_len": input_len - 32, "output_len": 32}
     return Case(file=file, kind="sparse", preset="balanced", concurrency=1, num_requests=3, prefill=prefill, **lengths)
 
 
-THREE_ROUNDS: dict[str, int] = {"num_requests": 192, "num_warmup": 16}
+THREE_ROUNDS: dict[str, Any] = {"num_requests": 192, "num_warmup": 16}
 
 CASES = (
     Case(file="serving_published_512", kind="sparse", concurrency=64, **THREE_ROUNDS),

@@ -71,7 +71,12 @@ HalfOption = Annotated[
 ]
 LimitOption = Annotated[
     int | None,
-    typer.Option("--limit", min=1, help="Samples of each task and length at most.", rich_help_panel=_SAMPLES),
+    typer.Option(
+        "--limit",
+        min=1,
+        help="The first samples of each task, length and half (of a seed, depths in turn).",
+        rich_help_panel=_SAMPLES,
+    ),
 ]
 EssayOption = Annotated[
     str, typer.Option("--essay", help="Text of the documents: auto, novels or pydoc.", rich_help_panel=_SAMPLES)
