@@ -33,7 +33,7 @@ from evals.tasks.essay import SOURCES, EssayTokens, load_essay
 from evals.tasks.measure import context_of
 from evals.tasks.provenance import model_facts, versions
 from evals.tasks.samples import AWARE, EXACT, NLL, NO_CONTEXT, Sample
-from evals.tasks.stats import mean_interval, perplexity, share, share_difference
+from evals.tasks.stats import ITSELF, mean_interval, perplexity, share, share_difference
 from hf_sparsekv.bench.machine import commit
 from hf_sparsekv.bench.program import ended
 from hf_sparsekv.cli.bench_options import check_writable
@@ -216,7 +216,8 @@ def rows_of(samples: Sequence[Sample], values: list[list[float]], layouts: Seque
             if is_nll:
                 row |= {"nll_difference_to_uniform": mean_interval(pair[:, 1] - pair[:, 0]).to_dict()}
             else:
-                row |= {"difference_to_uniform": share_difference(pair).to_dict()}
+                found = ITSELF if layout.name == UNIFORM else share_difference(pair)
+                row |= {"difference_to_uniform": found.to_dict()}
             rows.append(row)
     return rows
 

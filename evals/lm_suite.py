@@ -25,7 +25,7 @@ from evals.tasks.lines import SampleLines, sample_parts
 from evals.tasks.mmlu import GROUP, build_layout, load_examples, load_questions
 from evals.tasks.provenance import model_facts, versions
 from evals.tasks.samples import AWARE
-from evals.tasks.stats import INTERVALS, share, share_difference
+from evals.tasks.stats import INTERVALS, ITSELF, share, share_difference
 from evals.tasks.summary import DENSE
 from hf_sparsekv.bench.machine import commit
 from hf_sparsekv.errors import ConfigError, InputError
@@ -213,7 +213,7 @@ def _row(task: str, name: str, line: Mapping[str, Any], dense: Mapping[str, Any]
         "mean_dense_bytes": eviction["mean_dense_bytes"],
         "compression": 1.0 if name == DENSE else eviction["compression"],
         "accuracy": share(values[:, 1]).to_dict(),
-        "difference": share_difference(values).to_dict(),
+        "difference": (ITSELF if name == DENSE else share_difference(values)).to_dict(),
         "chance": float(np.mean([1 / n for n in options])) if options else None,
         "left_out": sorted(line["left_out"]),
     }

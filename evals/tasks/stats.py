@@ -34,6 +34,10 @@ class Interval:
         return {name: value if np.isfinite(value) else None for name, value in asdict(self).items()}
 
 
+ITSELF = Interval(0.0, 0.0, 0.0)
+"""The difference of what is compared with itself: no other samples would change it."""
+
+
 def bootstrap(
     values_NC: Any,
     statistic: Callable[[np.ndarray], float],

@@ -7,7 +7,7 @@ import numpy as np
 
 from evals.tasks.perplexity import kept_share
 from evals.tasks.samples import CHOICE, EXACT, NLL, NO_CONTEXT, Sample
-from evals.tasks.stats import agreement, bootstrap, mean_interval, perplexity, share, share_difference
+from evals.tasks.stats import ITSELF, agreement, bootstrap, mean_interval, perplexity, share, share_difference
 
 DENSE = "dense"
 Results = Mapping[tuple[str, str], Mapping[str, Any]]
@@ -61,14 +61,14 @@ def _figures(samples: list[Sample], results: Results, name: str, seed: int) -> d
         figures |= _kept(samples, results, name, seed)
         return figures
     figures["accuracy"] = share(values[:, 1]).to_dict()
-    figures["difference"] = share_difference(values).to_dict()
+    figures["difference"] = (ITSELF if name == DENSE else share_difference(values)).to_dict()
     if samples[0].scorer == CHOICE:
         dense, sparse = ([results[c, s.id]["log_likelihoods"] for s in samples] for c in (DENSE, name))
         figures["agreement"] = agreement(dense, sparse, [s.gold for s in samples])
     shares = np.array([[results[c, s.id].get("token_shares", [np.nan])[0] for c in (DENSE, name)] for s in samples])
     if samples[0].scorer == EXACT and np.isfinite(shares).all():  # lines of earlier runs lack them
         figures["token_share"] = share(shares[:, 1]).to_dict()
-        figures["token_share_difference"] = share_difference(shares).to_dict()
+        figures["token_share_difference"] = (ITSELF if name == DENSE else share_difference(shares)).to_dict()
     return figures
 
 

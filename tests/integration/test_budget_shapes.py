@@ -10,7 +10,7 @@ import hf_sparsekv as skv
 from evals.budget_shapes import UNIFORM, Reader, check_scorers, layouts_of, rows_of
 from evals.scoring import SparseScorer
 from evals.tasks.measure import outcome
-from evals.tasks.samples import AWARE, CHOICE, NLL, Sample
+from evals.tasks.samples import AWARE, CHOICE, EXACT, NLL, Sample
 from hf_sparsekv.errors import ConfigError, InputError
 
 CONFIG = skv.SparseKVConfig(scorer="hybrid", num_sink_tokens=2, num_recent_tokens=8, observation_window=8)
@@ -83,6 +83,14 @@ def test_rows_keep_lengths_apart(profile):
     found = {(row["budget_tokens"], row["layout"]): row["perplexity"]["value"] for row in rows}
     expected = {(135, "dense"): 1.0, (135, UNIFORM): 2.0, (116, "dense"): 3.0, (116, UNIFORM): 5.0}
     assert found == {place: pytest.approx(math.exp(value)) for place, value in expected.items()}
+
+
+def test_equal_budgets_differ_from_themselves_by_nothing(profile):
+    layouts = layouts_of(0, profile, 3, 4)[:2]
+    rows = rows_of([replace(sample(), scorer=EXACT)] * 2, [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]], layouts)
+    same, other = (row["difference_to_uniform"] for row in rows[1:])
+    assert same == {"value": 0.0, "low": 0.0, "high": 0.0}
+    assert other["value"] == 0.0 and other["low"] < 0.0 < other["high"]
 
 
 def test_rows_compare_with_equal_budgets_on_the_same_samples(profile):
