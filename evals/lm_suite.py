@@ -153,7 +153,7 @@ class LmSuite:
             return {"refused": str(error)}
         samples = figures["samples"]
         return {
-            "values": {leaf: {str(s["doc_id"]): _value(leaf, s) for s in some} for leaf, some in samples.items()},
+            "values": {leaf: _values(leaf, some) for leaf, some in samples.items()},
             "num_options": [_num_options(s) for some in samples.values() for s in some],
             "context_tokens": [
                 request["num_context_tokens"] for some in samples.values() for s in some for request in s["requests"]
@@ -217,6 +217,12 @@ def _row(task: str, name: str, line: Mapping[str, Any], dense: Mapping[str, Any]
         "chance": float(np.mean([1 / n for n in options])) if options else None,
         "left_out": sorted(line["left_out"]),
     }
+
+
+def _values(task: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """By document, as the task's first filter has it; the harness lists every document once for each filter."""
+    first = samples[0].get("filter") if samples else None
+    return {str(sample["doc_id"]): _value(task, sample) for sample in samples if sample.get("filter") == first}
 
 
 def _value(task: str, sample: Mapping[str, Any]) -> float:

@@ -250,3 +250,15 @@ def test_an_unknown_task_of_lm_eval_is_refused_before_the_weights(run, tasks, mo
     code, _, err = run("-t", "long_context", "--include-path", tasks)
     assert code == 2
     assert "unknown task 'long_context'" in " ".join(err.split())
+
+
+def test_of_several_filters_of_lm_eval_the_first_one_counts():
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'hf-sparsekv[eval]'")
+    values_of = importlib.import_module("evals.lm_suite")._values
+    samples = [
+        {"doc_id": i, "filter": name, "exact_match": float(name == "strict" and i == 1)}
+        for name in ("strict", "flexible")
+        for i in range(2)
+    ]
+    assert values_of("sums", samples) == {"0": 0.0, "1": 1.0}
+    assert values_of("sums", []) == {}
