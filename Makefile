@@ -66,7 +66,7 @@ eval: setup
 	$(call compare,words) --tasks document_qa,cloze --lengths 512 --seeds $(call odd,2001,2023)
 	$(call compare,perplexity) --tasks perplexity --lengths 2048 --seeds $(call odd,2001,2015)
 	$(call compare,long_answers) --tasks needle_long,copy --lengths 1024 --seeds $(call odd,2001,2005)
-	$(call compare,mmlu) --tasks mmlu --suite offline --lengths 1024 --seeds 2001 --limit 40
+	$(call compare,mmlu) --tasks mmlu --suite offline --lengths 1024 --seeds 2001
 	$(call compare,needle_2k) --tasks needle --lengths 2048 --seeds 2001,2003
 	$(call compare,needle_4k) --tasks needle --lengths 4096 --seeds 2001
 	$(call compare,documents_2k) --tasks document_qa --lengths 2048 --seeds $(call odd,2001,2009)
@@ -81,6 +81,9 @@ eval-smoke: setup
 	@mkdir -p .cache && rm -f .cache/eval_smoke.jsonl
 	$(BIN)/hf-sparsekv eval --tasks needle,document_qa,perplexity --lengths 512 --limit 2 --essay pydoc \
 	  --method random,snapkv,balanced --compression 4 --out .cache/eval_smoke.jsonl --json .cache/eval_smoke.json
+	@$(BIN)/python -c 'import json; rows = json.load(open(".cache/eval_smoke.json"))["rows"]; \
+	  evicting = {row["task"] for row in rows if row["config"] != "dense" and row.get("num_evicting")}; \
+	  assert evicting == {"needle", "document_qa", "perplexity"}, evicting'
 	$(BIN)/python -m evals.tables --check
 
 # The site, in .cache/site; a broken link or reference fails. Nothing is loaded from elsewhere.
@@ -88,7 +91,9 @@ docs: setup
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-ci: lint test
+# All that has to pass before a change lands; `make lint test` is its first part.
+ci:
+	.ci/run
 
 clean:
-	rm -rf $(VENV) kernels/build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist kernels/build .cache/site .cache/eval_smoke.json* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

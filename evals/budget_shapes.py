@@ -9,8 +9,8 @@ bytes are the layer plan's. Budgets of single heads exist here only: no cache st
 
 Seen on the built-in model at 1,024 tokens (`results/budget_shapes_*.json`; few samples, see the intervals): plans
 measured on prose lower perplexity by about 1 % against equal budgets at 10x, and there lose the needle, since the layer
-that finds it hardly looks back in prose and gets the smallest budget. Recited texts among the measured ones mend much
-of that, yet equal budgets stay the safe choice at 10x. Budgets by head gain 3 % in perplexity and lose the needle too.
+that finds it hardly looks back in prose and gets the smallest budget. Recited texts among the measured ones mend some
+of that; equal budgets stay the safe choice at 10x. Budgets by head gain 3 % in perplexity and lose the needle too.
 """
 
 import argparse
@@ -33,10 +33,13 @@ from evals.tasks.essay import SOURCES, EssayTokens, load_essay
 from evals.tasks.measure import context_of
 from evals.tasks.provenance import model_facts, versions
 from evals.tasks.samples import AWARE, EXACT, NLL, NO_CONTEXT, Sample
-from evals.tasks.stats import bootstrap, mean, mean_difference, perplexity
+from evals.tasks.stats import ITSELF, mean_interval, perplexity, share, share_difference
 from hf_sparsekv.bench.machine import commit
+from hf_sparsekv.bench.program import ended
+from hf_sparsekv.cli.bench_options import check_writable
 from hf_sparsekv.cli.loading import load_weights, open_model
-from hf_sparsekv.errors import SparseKVError
+from hf_sparsekv.cli.options import read_text
+from hf_sparsekv.errors import ConfigError, InputError
 from hf_sparsekv.hf.models import model_shape, rope_inv_freq
 from hf_sparsekv.hf.observe import AttentionCall, DenseRun, observed
 from hf_sparsekv.models_store import BUILTIN_ALIAS
@@ -72,7 +75,14 @@ def layouts_of(number: int, profile: skv.profile.Profile, compression: float, el
     def size(config: skv.SparseKVConfig) -> int:
         return plan_of(config, shape).total_bytes(length, element_bytes=element_bytes)
 
-    budget = max(c for c in range(base.num_protected, length) if size(base.with_(budget=c)) <= target)
+    fitting = [c for c in range(base.num_protected, length) if size(base.with_(budget=c)) <= target]
+    if not fitting:
+        least = dense / size(base.with_(budget=base.num_protected))
+        raise ConfigError(
+            f"{compression:g}x is not possible with prompts of {length} tokens, at most {least:.2f}x: a layer keeps at "
+            f"least {base.num_protected} of them. Give --compressions that are smaller"
+        )
+    budget = max(fitting)
     configs = {UNIFORM: base.with_(budget=budget), "pyramid": base.with_(budget=budget, budget_shape="pyramid")}
     for objective in skv.profile.OBJECTIVES:
         if getattr(profile.layers[0], objective) is not None:
@@ -101,7 +111,7 @@ def layouts_of(number: int, profile: skv.profile.Profile, compression: float, el
     ]
 
 
-def by_head(profile: skv.profile.Profile, curves: list[list[Sequence[float]]], total: int) -> list[list[int]]:
+def by_head(profile: skv.profile.Profile, curves: Sequence[Sequence[Sequence[float]]], total: int) -> list[list[int]]:
     """Budgets of the heads, their sum at most `total`, with the least summed error."""
     length = profile.prompt_length
     choices = [profile.budgets[0], *range((profile.budgets[0] // 8 + 1) * 8, length, 8)]
@@ -165,6 +175,17 @@ class Reader:
         return torch.stack(heads)
 
 
+def check_scorers(samples: Sequence[Sample]) -> None:
+    """Refuse tasks whose answers are scored otherwise than `value_of` does.
+
+    Raises:
+        InputError: names the task.
+    """
+    for sample in samples:
+        if sample.scorer not in (EXACT, NLL):
+            raise InputError(f"{sample.task} is scored by {sample.scorer}: here tasks are scored by {EXACT} or {NLL}")
+
+
 def value_of(sample: Sample, logits_TV: Tensor, answer: Sequence[int]) -> float:
     """1 or 0 for an exact answer; else the mean negative log-likelihood, nats a token."""
     target_T = torch.tensor(answer, device=logits_TV.device)
@@ -176,57 +197,61 @@ def value_of(sample: Sample, logits_TV: Tensor, answer: Sequence[int]) -> float:
 
 def rows_of(samples: Sequence[Sample], values: list[list[float]], layouts: Sequence[Layout]) -> list[dict[str, Any]]:
     """For each task and layout its figure with a 95 % interval, and its difference to uniform on the same samples."""
-    groups: dict[tuple[str, str], list[int]] = {}
+    groups: dict[tuple[str, str, int], list[int]] = {}
     for i, sample in enumerate(samples):
-        groups.setdefault((sample.task, sample.mode), []).append(i)
+        groups.setdefault((sample.task, sample.mode, sample.budget_tokens), []).append(i)
     uniform = {(x.profile, x.compression): n for n, x in enumerate(layouts) if x.name == UNIFORM}
     rows = []
-    for (task, mode), members in groups.items():
+    for (task, mode, length), members in groups.items():
         table = np.array([values[i] for i in members])
         is_nll = samples[members[0]].scorer == NLL
-        figure, statistic = ("perplexity", perplexity) if is_nll else ("accuracy", mean)
-        place = {"task": task, "mode": mode, "num_samples": len(members)}
-        rows.append(place | {"layout": DENSE, figure: bootstrap(table[:, 0], statistic).to_dict()})
+        figure, of = ("perplexity", perplexity) if is_nll else ("accuracy", share)
+        place = {"task": task, "mode": mode, "budget_tokens": length, "num_samples": len(members)}
+        rows.append(place | {"layout": DENSE, figure: of(table[:, 0]).to_dict()})
         for n, layout in enumerate(layouts):
             base = 1 + uniform[layout.profile, layout.compression]
             pair = table[:, [base, n + 1]]
             row = place | {"profile": layout.profile, "compression": layout.compression, "layout": layout.name}
-            row |= {figure: bootstrap(table[:, n + 1], statistic).to_dict()}
-            name = "nll_difference_to_uniform" if is_nll else "difference_to_uniform"
-            rows.append(row | {name: bootstrap(pair, mean_difference).to_dict()})
+            row |= {figure: of(table[:, n + 1]).to_dict()}
+            if is_nll:
+                row |= {"nll_difference_to_uniform": mean_interval(pair[:, 1] - pair[:, 0]).to_dict()}
+            else:
+                found = ITSELF if layout.name == UNIFORM else share_difference(pair)
+                row |= {"difference_to_uniform": found.to_dict()}
+            rows.append(row)
     return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, measure, write."""
     args = _parser().parse_args(arguments)
-    try:
-        console = Console(stderr=True)
-        profiles = [skv.profile.Profile.from_json(path.read_bytes()) for path in args.profiles]
-        source = open_model(args.model, trust_remote_code=False, console=console)
-        text = EssayTokens(load_essay(args.essay, progress=console.print), source.tokenizer)
-        options = {"lengths": args.lengths, "seeds": args.seeds, "modes": args.modes.split(",")}
-        samples = [s for s in samples_of(args.tasks.split(","), text, **options) if s.mode != NO_CONTEXT]
-        model = load_weights(source, dtype=args.dtype, device="cpu", console=console)
-        layouts = [
-            layout
-            for number, profile in enumerate(profiles)
-            for compression in args.compressions
-            for layout in layouts_of(number, profile, compression, model.dtype.itemsize)
-        ]
-        reader = Reader(model, profiles)
-        values: list[list[float]] = []
-        facts = {"model": model_facts(model, args.model), "essay": {"name": text.essay.name}}
-        facts["essay"]["sha256"] = text.essay.sha256
-        for sample in tqdm(samples, desc="Samples"):
-            values.append(reader.values(sample, layouts))
-            if args.json:
-                made = facts | summary(profiles, samples, values, layouts)
-            args.json.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    except SparseKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return ended(lambda: _measure(args))
+
+
+def _measure(args: argparse.Namespace) -> None:
+    console = Console(stderr=True)
+    check_writable(args.json)
+    profiles = [skv.profile.Profile.from_json(read_text(path)) for path in args.profiles]
+    source = open_model(args.model, trust_remote_code=False, console=console)
+    text = EssayTokens(load_essay(args.essay, progress=console.print), source.tokenizer)
+    options = {"lengths": args.lengths, "seeds": args.seeds, "modes": args.modes.split(",")}
+    samples = [s for s in samples_of(args.tasks.split(","), text, **options) if s.mode != NO_CONTEXT]
+    check_scorers(samples)
+    model = load_weights(source, dtype=args.dtype, device="cpu", console=console)
+    layouts = [
+        layout
+        for number, profile in enumerate(profiles)
+        for compression in args.compressions
+        for layout in layouts_of(number, profile, compression, model.dtype.itemsize)
+    ]
+    reader = Reader(model, profiles)
+    values: list[list[float]] = []
+    facts = {"model": model_facts(model, args.model), "essay": {"name": text.essay.name}}
+    facts["essay"]["sha256"] = text.essay.sha256
+    for sample in tqdm(samples, desc="Samples"):
+        values.append(reader.values(sample, layouts))
+        made = facts | summary(profiles, samples, values, layouts)
+        args.json.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
 
 def summary(

@@ -1,7 +1,7 @@
 """Prefill, decode and memory of one request: the sparse cache against transformers' dense cache, in one run.
 
     python -m evals.decode_speed --context 4096 --budget 512                 the built-in model on this machine
-    python -m evals.decode_speed --shape llama3-8b --device cuda             random weights, on a GPU
+    python -m evals.decode_speed --shape llama3-8b-shape --device cuda       random weights, on a GPU
 
 Both caches get the same random token ids. Each figure is the median of `--repeats` runs after one that is not counted;
 the two caches take turns, so that a slow moment of the machine hits both. The figures of every run are
@@ -12,6 +12,7 @@ was held before, in a run of its own.
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,25 +22,20 @@ from typing import Any
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import hf_sparsekv as skv
-from hf_sparsekv.attention import forward as forward_module
+from hf_sparsekv.attention import forward
 from hf_sparsekv.bench.machine import commit
+from hf_sparsekv.bench.program import at_least, ended
+from hf_sparsekv.bench.shapes import SHAPES, dummy_model, shape_config
+from hf_sparsekv.cli.bench_options import check_writable
+from hf_sparsekv.cli.loading import DTYPES, pick_device, pick_dtype
 from hf_sparsekv.hf.compat import CACHE_KEYWORD
 from hf_sparsekv.models_store import resolve_model
 
-SHAPES = {
-    "llama3-8b": {
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    }
-}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+forward_module: Any = forward
+"""A name is replaced in it for a while."""
 
 
 class Scoring:
@@ -103,22 +99,11 @@ def synchronize(device: str) -> None:
 
 def load(args: argparse.Namespace) -> Any:
     """The model: built in, from a folder, or random weights of a shape."""
-    dtype = DTYPES[args.dtype or ("bfloat16" if args.device == "cuda" else "float32")]
-    if args.shape is None:
-        path = resolve_model(args.model, allow_fetch=True).path_or_id
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(args.device).eval()
-    config = LlamaConfig(**SHAPES[args.shape], max_position_embeddings=131072)
-    config._attn_implementation = "sdpa"
-    torch.set_default_dtype(dtype)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    model = model.to_empty(device=args.device).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
-    rotary = model.model.rotary_emb  # its frequencies are a buffer that an empty model does not have
-    model.model.rotary_emb = type(rotary)(config, device=torch.device(args.device))
-    return model
+    dtype = pick_dtype(args.dtype or "auto", args.device)
+    if args.shape is not None:
+        return dummy_model(shape_config(args.shape), dtype=dtype, device=args.device, seed=args.seed)
+    path = resolve_model(args.model, allow_fetch=True).path_or_id
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(args.device).eval()
 
 
 def one_run(model: Any, ids: torch.Tensor, cache: Any, new_tokens: int, device: str) -> dict[str, float]:
@@ -147,8 +132,9 @@ def take_turns(model: Any, ids: torch.Tensor, config: skv.SparseKVConfig, args: 
         model.set_attn_implementation("sdpa")
         dense_cache = DynamicCache(config=model.config)
         dense = one_run(model, ids, dense_cache, args.new_tokens, args.device)
-        dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in dense_cache.layers)
-        del dense_cache
+        layers: Any = dense_cache.layers
+        dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        del dense_cache, layers
         bar.update()
         bar.set_postfix_str("sparse" if repeat else "sparse, warming up")
         model.set_attn_implementation("sparsekv")
@@ -218,15 +204,17 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape in place of a model")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", choices=sorted(DTYPES))
-    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--context", type=at_least(1), default=4096)
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--num-full-layers", type=int, default=3)
     parser.add_argument("--scorer", default="snapkv")
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0, help="of the token ids, and of random weights")
+    parser.add_argument("--new-tokens", type=at_least(1), default=32)
+    parser.add_argument("--repeats", type=at_least(1), default=3)
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of the token ids, and of random weights")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
+    check_writable(args.json)
+    pick_device(args.device)
     result = measure(args)
     result["settings"] = {name: str(v) if isinstance(v, Path) else v for name, v in result["settings"].items()}
     text = json.dumps(result, indent=2)
@@ -236,4 +224,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended(main))

@@ -14,6 +14,7 @@ replayed step to its end, without transformers' loop around it.
 import argparse
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,15 @@ from tqdm import tqdm
 
 import hf_sparsekv as skv
 from hf_sparsekv.bench.machine import provenance
+from hf_sparsekv.bench.program import at_least, ended
 from hf_sparsekv.bench.shapes import dummy_model, shape_config
+from hf_sparsekv.cli.bench_options import check_writable
+from hf_sparsekv.cli.loading import pick_device
 from hf_sparsekv.hf import graphs
 
-CHOICES: dict[str, dict[str, bool]] = {
+FEWEST_TOKENS = 8
+"""Half of them has to be more than what warms up and is captured."""
+CHOICES: dict[str, dict[str, Any]] = {
     "plain": {"cuda_graphs": False},
     "graphs": {"cuda_graphs": True},
     "compiled": {"cuda_graphs": True, "compile": True},
@@ -62,7 +68,7 @@ class ReplayClock:
             clock.events.append((events[0], events[1]))
             return result
 
-        graphs.Launches.run = run  # type: ignore[method-assign]
+        graphs.Launches.run = run  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,14 +77,14 @@ class ReplayClock:
     def median_ms(self) -> float:
         """Of all steps but the first two, which warm up and capture."""
         torch.cuda.synchronize()
-        return statistics.median(first.elapsed_time(last) for first, last in self.events[2:])
+        return float(statistics.median(first.elapsed_time(last) for first, last in self.events[2:]))
 
 
 def measure(model: Any, batch_size: int, args: argparse.Namespace, config: skv.SparseKVConfig) -> dict[str, Any]:
     """All kinds at one batch size."""
     generator = torch.Generator().manual_seed(args.seed)
     ids = torch.randint(0, model.config.vocab_size, (batch_size, args.prompt), generator=generator).to(model.device)
-    ends = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ends: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     whole, half = args.new_tokens, args.new_tokens // 2
 
     def one(kind: str, count: int) -> Any:
@@ -128,10 +134,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama3-8b-shape", help="a shape of hf_sparsekv.bench")
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    parser.add_argument("--prompt", type=int, default=4000)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--prompt", type=at_least(1), default=4000)
+    parser.add_argument("--new-tokens", type=at_least(FEWEST_TOKENS), default=128)
+    parser.add_argument("--batch-sizes", type=at_least(1), nargs="+", default=[1, 8])
+    parser.add_argument("--repeats", type=at_least(1), default=2)
     parser.add_argument("--compile", action="store_true", help="measure compiled layers too")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--num-full-layers", type=int, default=3)
@@ -139,6 +145,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
+    check_writable(args.json)
+    pick_device(args.device)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     model = dummy_model(shape_config(args.model), dtype=dtype, device=args.device, seed=args.seed)
     config = skv.SparseKVConfig(num_full_layers=args.num_full_layers, budget=args.budget, scorer=args.scorer)
@@ -152,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended(main))

@@ -25,7 +25,7 @@ from evals.tasks.lines import SampleLines, sample_parts
 from evals.tasks.mmlu import GROUP, build_layout, load_examples, load_questions
 from evals.tasks.provenance import model_facts, versions
 from evals.tasks.samples import AWARE
-from evals.tasks.stats import bootstrap, mean, mean_difference
+from evals.tasks.stats import INTERVALS, ITSELF, share, share_difference
 from evals.tasks.summary import DENSE
 from hf_sparsekv.bench.machine import commit
 from hf_sparsekv.errors import ConfigError, InputError
@@ -90,13 +90,15 @@ class LmSuite:
         settings |= {"held_back_tokens": HELD_BACK_TOKENS}
         facts = {"suite": NAME, "model": model_facts(model, model_name), "settings": settings}
         facts |= {"versions": versions() | {"lm_eval": _lm_eval_version()}}
-        rows, configs, commits = [], {}, set()
+        rows, configs = [], {}
+        commits: set[str] = set()
         total = len(self.tasks) * (len(methods) + 1)
         with SampleLines(sample_parts(out), facts) as lines, tqdm(total=total, desc="Tasks and configurations") as bar:
             for task in self.tasks:
                 dense = self._line(lines, model, task, DENSE, dense_config(model))
                 bar.update()
                 configs[task] = {DENSE: dense["method"]}
+                commits.add(str(dense["commit"]))
                 rows.append(_row(task, DENSE, dense, dense))
                 for method in methods:
                     config, reason = _config(method, dense, model)
@@ -108,7 +110,13 @@ class LmSuite:
                         rows.append(_row(task, method.name, line, dense) | {"budget": config.effective()["budget"]})
                         commits.add(str(line["commit"]))
                     bar.update()
-        found = {"commit": commit(), "commits": sorted(commits), "configs": configs, "rows": rows}
+        found = {
+            "intervals": INTERVALS,
+            "commit": commit(),
+            "commits": sorted(commits),
+            "configs": configs,
+            "rows": rows,
+        }
         return facts | found
 
     def _line(
@@ -145,7 +153,7 @@ class LmSuite:
             return {"refused": str(error)}
         samples = figures["samples"]
         return {
-            "values": {leaf: {str(s["doc_id"]): _value(leaf, s) for s in some} for leaf, some in samples.items()},
+            "values": {leaf: _values(leaf, some) for leaf, some in samples.items()},
             "num_options": [_num_options(s) for some in samples.values() for s in some],
             "context_tokens": [
                 request["num_context_tokens"] for some in samples.values() for s in some for request in s["requests"]
@@ -204,11 +212,17 @@ def _row(task: str, name: str, line: Mapping[str, Any], dense: Mapping[str, Any]
         "mean_cache_bytes": eviction["mean_cache_bytes"],
         "mean_dense_bytes": eviction["mean_dense_bytes"],
         "compression": 1.0 if name == DENSE else eviction["compression"],
-        "accuracy": bootstrap(values[:, 1], mean).to_dict(),
-        "difference": bootstrap(values, mean_difference).to_dict(),
+        "accuracy": share(values[:, 1]).to_dict(),
+        "difference": (ITSELF if name == DENSE else share_difference(values)).to_dict(),
         "chance": float(np.mean([1 / n for n in options])) if options else None,
         "left_out": sorted(line["left_out"]),
     }
+
+
+def _values(task: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """By document, as the task's first filter has it; the harness lists every document once for each filter."""
+    first = samples[0].get("filter") if samples else None
+    return {str(sample["doc_id"]): _value(task, sample) for sample in samples if sample.get("filter") == first}
 
 
 def _value(task: str, sample: Mapping[str, Any]) -> float:

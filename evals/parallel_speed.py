@@ -31,10 +31,12 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 
 import hf_sparsekv as skv
 from hf_sparsekv.bench.machine import provenance
+from hf_sparsekv.bench.program import at_least, ended
 from hf_sparsekv.bench.report import busy_share, rates
 from hf_sparsekv.bench.shapes import SHAPES, dummy_model, shape_config
 from hf_sparsekv.bench.sharded import sharded_dummy_model
 from hf_sparsekv.bench.workload import Workload, run_closed_loop
+from hf_sparsekv.cli.bench_options import check_writable
 from hf_sparsekv.hf.models import model_shape
 from hf_sparsekv.hf.sharding import check_tp_size
 from hf_sparsekv.parallel.group import join_replica, leave_replica
@@ -50,8 +52,9 @@ def main() -> None:
     """Run every case, or compare two files."""
     options = parse()
     if options.compare:
-        print(comparison(*(json.loads(path.read_text(encoding="utf-8")) for path in options.compare)))
+        print(comparison(*map(read, options.compare)))
         return
+    check_writable(options.json)
     place = Place.of_environment(options.tp)
     if place.num_replicas > 1:
         sys.exit(f"start {options.tp} processes for --tp {options.tp}: got {place.world_size}")
@@ -242,6 +245,17 @@ def comparison(*reports: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"{', '.join(map(str, case))}: {' | '.join(row)}" for case, row in by_case.items())])
 
 
+def read(path: Path) -> dict[str, Any]:
+    """A file of `--json`."""
+    try:
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if report["kind"] == "parallel":
+            return report
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise skv.InputError(f"cannot read {path} as figures of this program: {error}") from error
+    raise skv.InputError(f"{path} has figures of another program: give a file of its --json")
+
+
 def local(tensor: Any) -> torch.Tensor:
     """A parameter's part on this rank."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -269,12 +283,12 @@ def first_line(error: BaseException) -> str:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tp", type=int, default=1, help="processes that share the model")
+    parser.add_argument("--tp", type=at_least(1), default=1, help="processes that share the model")
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="default: llama3-8b and llama3-70b")
     parser.add_argument("--kind", action="append", choices=["sparse", "dense"], help="default: both")
     parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[10, 20, 64])
-    parser.add_argument("--input-len", type=int, default=4000)
-    parser.add_argument("--steps", type=int, default=64, help="decode steps that are timed")
+    parser.add_argument("--input-len", type=at_least(1), default=4000)
+    parser.add_argument("--steps", type=at_least(1), default=64, help="decode steps that are timed")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--num-full-layers", type=int, default=3)
     parser.add_argument("--max-batch-tokens", type=int, default=8192)
@@ -292,4 +306,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended(main))

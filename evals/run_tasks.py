@@ -37,6 +37,7 @@ from evals.tasks.lines import SampleLines, sample_parts
 from evals.tasks.measure import HELD_BACK_TOKENS, context_of
 from evals.tasks.provenance import model_facts, versions
 from evals.tasks.samples import HALVES, MODES, NO_CONTEXT, Sample
+from evals.tasks.stats import INTERVALS
 from evals.tasks.summary import DENSE, Results, rows
 from hf_sparsekv.bench.machine import commit
 from hf_sparsekv.cli.loading import DTYPES, load_weights, open_model
@@ -218,6 +219,7 @@ def measured(
     return {
         **facts,
         "kind": "tasks",
+        "intervals": INTERVALS,
         "commit": commit(),
         "commits": sorted({str(line["commit"]) for line in results.values()}),
         "essay": dict(essay),

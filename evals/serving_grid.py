@@ -27,8 +27,10 @@ from transformers import PreTrainedModel
 
 import hf_sparsekv as skv
 from hf_sparsekv.bench.cases import BenchPlan, describe, run_cases
+from hf_sparsekv.bench.program import at_least, ended
 from hf_sparsekv.bench.shapes import SHAPES, dummy_model, shape_config
 from hf_sparsekv.bench.workload import Finished
+from hf_sparsekv.cli.loading import pick_device
 
 GIB = 2**30
 FAILED, USAGE_ERROR = 1, 2
@@ -67,14 +69,14 @@ class Case:
 def long_prompt(input_len: int, prefill: str) -> Case:
     """One prompt at a time, its first token measured."""
     file = f"long_{prefill}_{input_len // 1024}k"
-    lengths = {"input_len": input_len - 32, "output_len": 32}
+    lengths: dict[str, Any] = {"input_len": input_len - 32, "output_len": 32}
     return Case(file=file, kind="sparse", preset="balanced", concurrency=1, num_requests=3, prefill=prefill, **lengths)
 
 
-THREE_ROUNDS: dict[str, int] = {"num_requests": 192, "num_warmup": 16}
-ONE_ROUND: dict[str, int] = {"num_requests": 64, "num_warmup": 4}
-CROWD: dict[str, int] = {"concurrency": 256, "num_requests": 512, "num_warmup": 16}
-PROMPTS_ONLY: dict[str, int] = {"concurrency": 64, "num_requests": 64, "num_warmup": 8, "output_len": 1}
+THREE_ROUNDS: dict[str, Any] = {"num_requests": 192, "num_warmup": 16}
+ONE_ROUND: dict[str, Any] = {"num_requests": 64, "num_warmup": 4}
+CROWD: dict[str, Any] = {"concurrency": 256, "num_requests": 512, "num_warmup": 16}
+PROMPTS_ONLY: dict[str, Any] = {"concurrency": 64, "num_requests": 64, "num_warmup": 8, "output_len": 1}
 PUBLISHED, SMALL = "serving_published_512", 5 * GIB
 
 CASES = (
@@ -115,6 +117,7 @@ def main() -> None:
     cases = [case for case in CASES if options.only is None or options.only in f"{case.file} {case.name}"]
     if not cases:
         refuse(f"--only {options.only!r} is in no line of --list")
+    pick_device(options.device)
     options.folder.mkdir(parents=True, exist_ok=True)
     model = dummy_model(shape_config(options.shape), dtype=dtype_of(options.device), device=options.device)
     num_engines = 0
@@ -251,13 +254,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin no case after this long")
     parser.add_argument("--shape", default="llama3-8b-shape", choices=list(SHAPES))
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--input-len", type=int, default=4000)
-    parser.add_argument("--output-len", type=int, default=500, help="at most so many")
-    parser.add_argument("--concurrency", type=int, help="in place of every case's own")
-    parser.add_argument("--num-requests", type=int, help="in place of every case's own")
+    parser.add_argument("--input-len", type=at_least(1), default=4000)
+    parser.add_argument("--output-len", type=at_least(1), default=500, help="at most so many")
+    parser.add_argument("--concurrency", type=at_least(1), help="in place of every case's own")
+    parser.add_argument("--num-requests", type=at_least(1), help="in place of every case's own")
     parser.add_argument("--max-batch-tokens", type=int, default=skv.EngineConfig.max_batch_tokens)
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended(main))

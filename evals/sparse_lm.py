@@ -43,7 +43,7 @@ ROLLING_CHUNK_TOKENS = 256
 
 
 @register_model("sparsekv")
-class SparseKVLM(HFLM):
+class SparseKVLM(HFLM):  # type: ignore[misc]
     """`HFLM` with a sparse cache; the module's docstring says how each request type is scored."""
 
     def __init__(
@@ -98,7 +98,8 @@ class SparseKVLM(HFLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes into its results: the model, the method, and what it did."""
-        return super().get_model_info() | {
+        info: dict[str, Any] = super().get_model_info()
+        return info | {
             "sparsekv": {
                 "config": self.sparse_config.to_dict(must_be_registered=False),
                 "in_force": self.sparse_config.effective(),
@@ -113,7 +114,7 @@ class SparseKVLM(HFLM):
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """See HFLM; raises EvictionError where `require_eviction` says so."""
         start = len(self.records)
-        answers = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         self._name_records(start, requests)
         return answers
 
@@ -207,7 +208,7 @@ class SparseKVLM(HFLM):
         self._require_sparse(records)
         start = len(self.records)
         if not any(record.is_sparse for record in records):
-            answers = super().loglikelihood_rolling(requests, disable_tqdm)
+            answers: list[float] = super().loglikelihood_rolling(requests, disable_tqdm)
             del self.records[start:]  # of single windows
         else:
             answers = []
@@ -248,7 +249,7 @@ class SparseKVLM(HFLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """See HFLM; raises EvictionError where `require_eviction` says so."""
         self._generated = {}
-        texts = super().generate_until(requests, disable_tqdm)
+        texts: list[str] = super().generate_until(requests, disable_tqdm)
         start = len(self.records)
         # Requests with the same context and different settings may swap records: they evicted the same prompt.
         self.records += [self._generated[request.args[0]].pop(0) for request in requests]

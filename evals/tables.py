@@ -81,7 +81,14 @@ def table(report: Mapping[str, Any], options: Mapping[str, str]) -> str:
         raise TableError(f"no row is left with {dict(options)}")
     draw = _wide if options.get("shape") == WIDE else _long
     parts = [f"{caption(group)}. {origin(report)}.\n\n{draw(group)}" for group in groups_of(rows)]
-    return "\n".join([*parts, "Brackets: 95 % intervals, paired by sample for differences.\n"])
+    return "\n".join([*parts, f"Brackets: 95 % intervals, {_intervals(report)}.\n"])
+
+
+def _intervals(report: Mapping[str, Any]) -> str:
+    """Which ones; reports of before they were named have percentiles of resamples."""
+    suites = report.get("suites", {"": report}).values()
+    named = {suite["intervals"] for suite in suites if "intervals" in suite}
+    return " and ".join(sorted(named)) or "paired by sample for differences"
 
 
 def _long(rows: Sequence[Row]) -> str:

@@ -314,7 +314,7 @@ def shapes_table(report: Mapping[str, Any]) -> str:
     heads = ("protocol", "profile", "compression", "layout", figure, difference.replace("_", " "), "n")
     rows = [
         (
-            row["mode"],
+            row["mode"] + (f", up to {row['budget_tokens']:,} tokens" if "budget_tokens" in row else ""),
             _profile(report, row),
             f"{row['compression']}x" if "compression" in row else "-",
             row["layout"],

@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from evals.tasks import perplexity
+from evals.tasks.perplexity import kept_share
 from evals.tasks.samples import CHOICE, EXACT, NLL, NO_CONTEXT, Sample
-from evals.tasks.stats import agreement, bootstrap, mean, mean_difference
-from evals.tasks.stats import perplexity as perplexity_of
+from evals.tasks.stats import ITSELF, agreement, bootstrap, mean_interval, perplexity, share, share_difference
 
 DENSE = "dense"
 Results = Mapping[tuple[str, str], Mapping[str, Any]]
@@ -25,7 +24,7 @@ def rows(samples: Sequence[Sample], results: Results, configs: Iterable[str], *,
         samples: those of the run.
         results: see `Results`; some may be missing.
         configs: names, `DENSE` first.
-        seed: of the bootstrap.
+        seed: of the resamples of the intervals, see `evals.tasks.stats`.
     """
     groups: dict[tuple[str, int, str, str], list[Sample]] = {}
     for sample in samples:
@@ -57,19 +56,19 @@ def _figures(samples: list[Sample], results: Results, name: str, seed: int) -> d
     }
     values = np.array([[results[DENSE, s.id]["value"], results[name, s.id]["value"]] for s in samples])
     if samples[0].scorer == NLL:
-        figures["perplexity"] = bootstrap(values[:, 1], perplexity_of, seed=seed).to_dict()
-        figures["nll_difference"] = bootstrap(values, mean_difference, seed=seed).to_dict()
+        figures["perplexity"] = perplexity(values[:, 1]).to_dict()
+        figures["nll_difference"] = mean_interval(values[:, 1] - values[:, 0]).to_dict()
         figures |= _kept(samples, results, name, seed)
         return figures
-    figures["accuracy"] = bootstrap(values[:, 1], mean, seed=seed).to_dict()
-    figures["difference"] = bootstrap(values, mean_difference, seed=seed).to_dict()
+    figures["accuracy"] = share(values[:, 1]).to_dict()
+    figures["difference"] = (ITSELF if name == DENSE else share_difference(values)).to_dict()
     if samples[0].scorer == CHOICE:
         dense, sparse = ([results[c, s.id]["log_likelihoods"] for s in samples] for c in (DENSE, name))
         figures["agreement"] = agreement(dense, sparse, [s.gold for s in samples])
     shares = np.array([[results[c, s.id].get("token_shares", [np.nan])[0] for c in (DENSE, name)] for s in samples])
     if samples[0].scorer == EXACT and np.isfinite(shares).all():  # lines of earlier runs lack them
-        figures["token_share"] = bootstrap(shares[:, 1], mean, seed=seed).to_dict()
-        figures["token_share_difference"] = bootstrap(shares, mean_difference, seed=seed).to_dict()
+        figures["token_share"] = share(shares[:, 1]).to_dict()
+        figures["token_share_difference"] = (ITSELF if name == DENSE else share_difference(shares)).to_dict()
     return figures
 
 
@@ -84,6 +83,6 @@ def _kept(samples: list[Sample], results: Results, name: str, seed: int) -> dict
         return {}
     values = np.array(triples)
     return {
-        "perplexity_without_context": perplexity_of(values[:, 0]),
-        "kept_share": bootstrap(values, perplexity.kept_share, seed=seed).to_dict(),
+        "perplexity_without_context": perplexity(values[:, 0]).value,
+        "kept_share": bootstrap(values, kept_share, seed=seed).to_dict(),
     }

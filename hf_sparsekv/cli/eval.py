@@ -35,6 +35,7 @@ from hf_sparsekv.cli.eval_options import (
     SuiteOption,
     TasksOption,
     check_files,
+    parse_half,
     split,
 )
 from hf_sparsekv.cli.interrupt import Terminated, importing
@@ -109,7 +110,7 @@ def eval(
         lengths=tuple(split("--lengths", lengths, int)) or None,
         seeds=tuple(split("--seeds", seeds, int)) or None,
         modes=tuple(split("--modes", modes, str)),
-        half=None if half == "both" else half,
+        half=parse_half(half),
         limit=limit,
         essay=essay,
         num_fewshot=num_fewshot,

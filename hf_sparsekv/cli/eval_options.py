@@ -13,6 +13,8 @@ Value = TypeVar("Value")
 _SAMPLES, _METHOD = "Samples", "Method"
 OFFLINE, LM_EVAL = "offline", "lm-eval"
 SUITES = (OFFLINE, LM_EVAL)
+BOTH = "both"
+HALVES = ("report", "tune", BOTH)
 DEFAULT_OUT = Path("eval.jsonl")
 
 TasksOption = Annotated[
@@ -69,7 +71,12 @@ HalfOption = Annotated[
 ]
 LimitOption = Annotated[
     int | None,
-    typer.Option("--limit", min=1, help="Samples of each task and length at most.", rich_help_panel=_SAMPLES),
+    typer.Option(
+        "--limit",
+        min=1,
+        help="The first samples of each task, length and half (of a seed, depths in turn).",
+        rich_help_panel=_SAMPLES,
+    ),
 ]
 EssayOption = Annotated[
     str, typer.Option("--essay", help="Text of the documents: auto, novels or pydoc.", rich_help_panel=_SAMPLES)
@@ -108,6 +115,17 @@ def split(option: str, text: str | None, kind: Callable[[str], Value]) -> list[V
         if not part.strip():
             raise ConfigError(f"{option}: {shown(text)} has an empty name")
     return values
+
+
+def parse_half(text: str) -> str | None:
+    """The half of the samples; None = both.
+
+    Raises:
+        ConfigError: there is no such half.
+    """
+    if text not in HALVES:
+        raise ConfigError(f"--half is {', '.join(HALVES[:-1])} or {BOTH}: got {shown(text)}")
+    return None if text == BOTH else text
 
 
 def check_files(out: Path, json_file: Path | None) -> None:

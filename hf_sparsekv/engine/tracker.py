@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hf_sparsekv.engine.inflight import HostTokens

@@ -1,13 +1,17 @@
 """Layouts of budgets in an evaluation: equal bytes, and the figures of the sparse cache that has these budgets."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
 import hf_sparsekv as skv
-from evals.budget_shapes import UNIFORM, Reader, layouts_of, rows_of
+from evals.budget_shapes import UNIFORM, Reader, check_scorers, layouts_of, rows_of
 from evals.scoring import SparseScorer
 from evals.tasks.measure import outcome
-from evals.tasks.samples import AWARE, NLL, Sample
+from evals.tasks.samples import AWARE, CHOICE, EXACT, NLL, Sample
+from hf_sparsekv.errors import ConfigError, InputError
 
 CONFIG = skv.SparseKVConfig(scorer="hybrid", num_sink_tokens=2, num_recent_tokens=8, observation_window=8)
 
@@ -50,6 +54,17 @@ def test_layouts_take_the_bytes_of_equal_budgets(profile):
     assert errors["heads"] <= errors["heads_within_layers"] <= errors[UNIFORM]
 
 
+def test_a_ratio_that_no_budget_has_is_refused(profile):
+    with pytest.raises(ConfigError, match=r"100x is not possible with prompts of 128 tokens, at most \d+\.\d\dx"):
+        layouts_of(0, profile, 100, 4)
+
+
+def test_tasks_that_are_scored_otherwise_are_refused():
+    check_scorers([sample()])
+    with pytest.raises(InputError, match="quiz is scored by choice: here tasks are scored by exact or nll"):
+        check_scorers([sample(), replace(sample(), task="quiz", scorer=CHOICE)])
+
+
 def test_a_layout_scores_as_the_cache_with_its_budgets(model, profile):
     one = sample()
     layouts = [x for x in layouts_of(0, profile, 3, 4) if not x.name.startswith("heads")]
@@ -60,6 +75,22 @@ def test_a_layout_scores_as_the_cache_with_its_budgets(model, profile):
         config = CONFIG.with_(num_full_layers=0, budget=budgets)
         assert outcome(SparseScorer(model, config), one)["value"] == pytest.approx(value, rel=1e-4)
     assert len(set(values)) > 3
+
+
+def test_rows_keep_lengths_apart(profile):
+    layouts = layouts_of(0, profile, 3, 4)[:1]
+    rows = rows_of([sample(), sample(length=110)], [[1.0, 2.0], [3.0, 5.0]], layouts)
+    found = {(row["budget_tokens"], row["layout"]): row["perplexity"]["value"] for row in rows}
+    expected = {(135, "dense"): 1.0, (135, UNIFORM): 2.0, (116, "dense"): 3.0, (116, UNIFORM): 5.0}
+    assert found == {place: pytest.approx(math.exp(value)) for place, value in expected.items()}
+
+
+def test_equal_budgets_differ_from_themselves_by_nothing(profile):
+    layouts = layouts_of(0, profile, 3, 4)[:2]
+    rows = rows_of([replace(sample(), scorer=EXACT)] * 2, [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]], layouts)
+    same, other = (row["difference_to_uniform"] for row in rows[1:])
+    assert same == {"value": 0.0, "low": 0.0, "high": 0.0}
+    assert other["value"] == 0.0 and other["low"] < 0.0 < other["high"]
 
 
 def test_rows_compare_with_equal_budgets_on_the_same_samples(profile):

@@ -60,6 +60,7 @@ def test_methods_meet_the_ratio_in_measured_bytes(run):
     assert code == 0
     report = read("r.json")
     assert report["kind"] == "eval" and report["date"]
+    assert "Newcombe" in report["suites"]["offline"]["intervals"]
     assert report["command"][:4] == ["eval", "-m", report["suites"]["offline"]["model"]["name"], "-t"]
     places = {(row["task"], row["mode"]) for row in report["rows"]}
     assert places == {("needle", "aware"), ("needle", "agnostic"), ("perplexity", "agnostic")}
@@ -141,7 +142,7 @@ def test_an_interruption_keeps_what_is_finished(run, monkeypatch):
         (["-t", "needle,"], "has an empty name"),
         (["-t", "needle", "--lengths", "5000"], "samples of 5000 tokens, the model takes 4096"),
         (["-t", "needle", "--lengths", "a"], "--lengths: 'a' is not a number"),
-        (["-t", "needle", "--half", "third"], "half is tune or report"),
+        (["-t", "needle", "--half", "third"], "--half is report, tune or both: got 'third'"),
         (["-t", "needle", "--seeds", "0"], "no sample is left"),
         (["-t", "needle", "--method", "snapkw"], "'snapkw'"),
         (["-t", "needle", "--method", "tova", "--scorer", "h2o"], "--method names the scorers"),
@@ -260,3 +261,15 @@ def test_an_unknown_task_of_lm_eval_is_refused_before_the_weights(run, tasks, mo
     code, _, err = run("-t", "long_context", "--include-path", tasks)
     assert code == 2
     assert "unknown task 'long_context'" in " ".join(err.split())
+
+
+def test_of_several_filters_of_lm_eval_the_first_one_counts():
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'hf-sparsekv[eval]'")
+    values_of = importlib.import_module("evals.lm_suite")._values
+    samples = [
+        {"doc_id": i, "filter": name, "exact_match": float(name == "strict" and i == 1)}
+        for name in ("strict", "flexible")
+        for i in range(2)
+    ]
+    assert values_of("sums", samples) == {"0": 0.0, "1": 1.0}
+    assert values_of("sums", []) == {}

@@ -24,6 +24,8 @@ WAIT_S = 120.0
 GRID = ["--lengths", "600", "--seeds", "1,3", "--limit", "12", "--essay", "pydoc", "--device", "cpu"]
 TASKS = ["-t", "needle,perplexity", *GRID, "--config", "a:num_full_layers=0,budget=0.3", "--config", "b:budget=64"]
 BOUNDED = [*TASKS, "--config", "c:budget=64,scorer=random,prefill=bounded,prefill_chunk_tokens=256"]
+OF_A_RUN = ("seconds", "commit")
+"""What the runs of one test may differ in: someone edits or commits beside it."""
 ROUNDED = ("value", "log_likelihoods")
 """What ranks that share a model sum in another order; all else of a line is as in one process."""
 
@@ -64,7 +66,7 @@ def lines_of(path):
     except FileNotFoundError:
         return []
     lines = [json.loads(line) for line in raw if line.endswith(b"\n")]
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+    return [{name: value for name, value in line.items() if name not in OF_A_RUN} for line in lines]
 
 
 def by_id(lines):

@@ -66,6 +66,15 @@ def test_tables_have_every_run(site):
     assert len(site.equal_table(report).splitlines()) == 2 + len(dense)
 
 
+def test_rows_of_budget_shapes_say_their_length_where_they_have_one(site):
+    figure = {"value": 1.0, "low": 0.9, "high": 1.0}
+    rows = [{"mode": "aware", "layout": "dense", "accuracy": figure, "num_samples": 5}]
+    rows.append(rows[0] | {"budget_tokens": 1024})
+    table = site.shapes_table({"rows": rows, "profiles": [], "command": "python -m evals.budget_shapes"})
+    assert "| aware | - | - | dense | 1.000" in table
+    assert "| aware, up to 1,024 tokens | - | - | dense | 1.000" in table
+
+
 def test_every_scorer_is_in_the_reference_and_in_the_table_to_choose_from(site):
     reference, choice = site.scorers(3), (ROOT / "docs" / "how-to" / "choose-a-budget.md").read_text(encoding="utf-8")
     table = choice.split("## Choose a scorer")[1].split("## ")[0]

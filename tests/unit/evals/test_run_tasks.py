@@ -141,6 +141,8 @@ def test_every_sample_is_measured_once_and_summed_up(go, samples, tmp_path):
             assert row["accuracy"]["value"] == pytest.approx(mean)
             expected = mean - sum(line["value"] for line in dense) / len(dense)
             assert row["difference"]["value"] == pytest.approx(expected)
+            low, high = row["difference"]["low"], row["difference"]["high"]
+            assert (low == high == 0.0) == (row["config"] == "dense")
         bytes_key = "dense_bytes" if row["config"] == "dense" else "cache_bytes"
         assert row["mean_cache_bytes"] == pytest.approx(sum(line[bytes_key] for line in found) / len(found))
         assert (row["compression"] > 2) == (row["config"] == "small")

@@ -70,6 +70,17 @@ def test_a_table_names_all_that_made_it(results):
     assert text.endswith("<!-- /table -->\nafter\n")
 
 
+def test_a_table_says_which_intervals_it_has(results):
+    def last_line():
+        return filled(document("small task=needle mode=aware"), results).split("<!-- /table")[0].splitlines()[-1]
+
+    assert last_line() == "Brackets: 95 % intervals, paired by sample for differences."
+    named = report(ROWS)
+    named["suites"]["offline"]["intervals"] = "Wilson's"
+    (results / "small.json").write_text(json.dumps(named))
+    assert last_line() == "Brackets: 95 % intervals, Wilson's."
+
+
 def test_a_wide_table_has_ratios_as_columns(results):
     text = filled(document("small task=needle mode=aware shape=wide"), results)
     assert "| method | as configured | 4x | 10x |" in text

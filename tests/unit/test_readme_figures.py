@@ -1,0 +1,182 @@
+"""The figures that README.md types are those of the files in evals/results that it names.
+
+Tables that `evals.tables` and the site make need no such test. vLLM's column has no file here.
+"""
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+WORDS = " ".join(README.split())
+OLDER, NEWER = "serving_h200", ("serving_balanced_h200", "serving_published_h200")
+MARK = " \N{DAGGER}"
+
+
+def report(name):
+    return json.loads((ROOT / "evals" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(first_cell):
+    """Rows of cells of the table whose header begins so."""
+    lines = README.split(f"| {first_cell} |", 1)[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def short(share):
+    return "1.00" if share == 1 else f"{share:.2f}".removeprefix("0")
+
+
+def runs(name, engine):
+    return {(r["kv_memory_bytes"], r["concurrency"]): r for r in report(name)["runs"] if r["engine"] == engine}
+
+
+def serving_cell(case, names, engine):
+    found = {name: runs(name, engine)[case] for name in names if case in runs(name, engine)}
+    if not found:
+        return ""
+    name, run = next(iter(found.items()))
+    ttft = run["ttft_s"]["p50"]
+    seconds = f"{ttft:.2f}" if ttft < 10 else f"{ttft:.1f}"
+    return f"{run['whole']['output_tokens_per_s']:,.0f}, {seconds} s" + MARK * (name == OLDER)
+
+
+def test_the_serving_table_is_that_of_the_files():
+    rows = table("cache memory")
+    assert len(rows) == 7
+    for memory, concurrency, *cells in rows:
+        case = (5 * 2**30 if memory.startswith("5 GiB") else None, int(concurrency))
+        expected = [
+            serving_cell(case, NEWER[:1], "sparse"),
+            serving_cell(case, (NEWER[1], OLDER), "sparse"),
+            serving_cell(case, (NEWER[1], OLDER), "dense"),
+        ]
+        assert cells[:3] == expected, case
+
+
+def test_the_text_around_the_serving_table():
+    balanced, published, older = (report(name) for name in (*NEWER, OLDER))
+    assert {balanced["commit"], published["commit"]} == {"862d136"} and older["commit"] == "bcf96a1"
+    assert "of commit bcf96a1" in WORDS and "the rest of 862d136" in WORDS
+    for one, share in ((balanced, "11.6%"), (published, "19.9%")):
+        assert f"{one['runs'][0]['cache']['ratio']:.1%}" == share and share in WORDS
+    at_64 = runs(OLDER, "sparse")[None, 64]["whole"]["output_tokens_per_s"]
+    assert f"(`published` at 64: {at_64:,.0f} then)" in WORDS
+    prefill = report("prefill_h200")["runs"][0]["whole"]["prompt_tokens_per_s"]
+    assert f"Prefill alone: {round(prefill, -2):,.0f} prompt tokens/s" in WORDS
+    fit = runs(OLDER, "sparse")[5 * 2**30, 64]["admissible"]["requests"]
+    dense_fit = runs(NEWER[1], "dense")[5 * 2**30, 64]["admissible"]["requests"]
+    assert f"5 GiB: {fit} requests fit, of the dense mode {dense_fit}" in WORDS
+    first, *later = sorted((r["start"]["engine_s"] for one in (published, balanced) for r in one["runs"]), reverse=True)
+    assert f"An engine starts in {first:.0f} s the first time" in WORDS and max(later) < 0.55
+
+
+def test_what_is_said_at_a_glance():
+    def ratio(case):
+        return (
+            runs(OLDER, "sparse")[case]["whole"]["output_tokens_per_s"]
+            / runs(OLDER, "dense")[case]["whole"]["output_tokens_per_s"]
+        )
+
+    assert f"{ratio((None, 10)):.2f}x at 10 requests and {ratio((None, 64)):.2f}x at 64" in WORDS
+    small = [
+        runs(name, e)[5 * 2**30, 64]["whole"]["output_tokens_per_s"]
+        for name, e in ((OLDER, "sparse"), (NEWER[1], "dense"))
+    ]
+    assert "64 requests in 5 GiB, {:,.0f} tokens/s against {:,.0f} dense".format(*small) in WORDS
+
+
+NAMES = {"the defaults": "balanced", "question-in-window": "question-in-window", "kv_diversity": "kv_diversity"}
+NAMES |= {"KeyDiff": "keydiff", "R-KV": "rkv", "SnapKV": "snapkv", "TOVA": "tova", "StreamingLLM": "streaming_llm"}
+
+
+def shares(name, task, method, mode, figure=lambda row: row["accuracy"]["value"]):
+    rows = {(r["task"], r["mode"], r["config"]): r for r in report(name)["rows"]}
+    return [figure(rows[task, mode, f"{method}-{ratio}x"]) for ratio in (2, 4, 10)]
+
+
+def test_the_table_of_answers_is_that_of_the_comparison():
+    rows = [line for line in README.splitlines() if re.match(r"\| .* \| [\d.]+ / [\d.]+ / [\d.]+ \| [\d.]+ / ", line)]
+    assert len(rows) == len(NAMES)
+    for row in rows:
+        name, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        method = next(method for text, method in NAMES.items() if text in name)
+        for mode, cell in zip(("aware", "agnostic"), cells, strict=True):
+            expected = shares("comparison_retrieval", "needle", method, mode)
+            assert cell == " / ".join(".00" if share == 0 else short(share) for share in expected), (method, mode)
+
+
+def test_the_text_below_the_table_of_answers():
+    people = {m: shares("comparison_words", "document_qa", m, "aware") for m in ("balanced", "question-in-window")}
+    for method, values in people.items():
+        assert f"`{method}` " in WORDS and " / ".join(map(short, values)) in WORDS
+    later = [
+        row["accuracy"]["value"]
+        for row in report("comparison_words")["rows"]
+        if (row["task"], row["mode"]) == ("document_qa", "agnostic") and row["config"].endswith(("-4x", "-10x"))
+        if "accuracy" in row
+    ]
+    assert f"(at most {short(max(later))})" in WORDS
+    same = {
+        method: shares("comparison_mmlu", "mmlu", method, "aware", lambda row: row["agreement"]["same_choice"])[1]
+        for method in ("balanced", "question-in-window", "tova")
+    }
+    text = "in {} (`question-in-window`: {}) of the cases at 4x, TOVA in {} (n = 20"
+    assert text.format(*map(short, (same["balanced"], same["question-in-window"], same["tova"]))) in WORDS
+    methods = {row["config"].rpartition("-")[0] for row in report("comparison_retrieval")["rows"]} - {""}
+    assert len(methods) == 14 and "All fourteen methods" in WORDS
+
+
+def test_one_request_on_a_cpu():
+    found = report("decode_speed_cpu")
+    for figure in ("decode_tokens_per_s", "prefill_s"):
+        assert f"| {found['dense'][figure]:.1f} | {found['sparse'][figure]:.1f} |" in README
+    assert (
+        f"| {found['dense_cache_bytes']:,} | {found['cache_bytes']:,} (planned {found['planned_bytes']:,}) |" in README
+    )
+    share, extra = found["scoring_share_of_dense_prefill"], found["scoring_extra_bytes"] / 2**20
+    assert f"{share:.1%} of the prefill, {extra:.1f} MiB at most" in README
+
+
+def test_what_else_was_measured_on_that_card():
+    gains = {gain["concurrency"]: gain for gain in report("prefix_h200")["prefix_gains"]}
+    text = (
+        f"{gains[32]['throughput']:.1f}x output tokens/s at c = 32; first token {gains[1]['ttft']:.1f}x sooner at c = 1"
+    )
+    assert text in WORDS
+    exact, bounded = (report(f"long_{prefill}_32k")["runs"][0] for prefill in ("exact", "bounded"))
+    peaks = [run["admissible"]["peak_request_bytes"] for run in (exact, bounded)]
+    first = f"first token after {bounded['ttft_s']['p50']:.2f} s against {exact['ttft_s']['p50']:.2f}"
+    assert f"{first}, {peaks[0] / peaks[1]:.0f}x smaller peak" in WORDS
+    (batch,) = report("generate_speed_compiled_h200")["batches"]
+    steps = [batch[kind]["step_ms"] for kind in ("graphs", "compiled", "transformers")]
+    text = "{:.1f} ms a step by CUDA graphs, {:.1f} with compiled layers; transformers' own with a dense cache {:.0f}"
+    assert text.format(*steps) in WORDS
+
+
+def test_two_gpus():
+    one = {
+        (r["kind"], r["concurrency"]): r for k in ("sparse", "dense") for r in report(f"parallel_h200_tp1_{k}")["runs"]
+    }
+    two = {(r["kind"], r["concurrency"]): r for r in report("parallel_h200_tp2_8b")["runs"]}
+
+    def span(figure):
+        ratios = [two[case][figure] / one[case][figure] for case in two]
+        return f"{min(ratios):.1f}x to {max(ratios):.1f}x"
+
+    assert f"decode {span('decode_tokens_per_s')}, prefill {span('prefill_tokens_per_s')}" in WORDS
+    large = {(r["kind"], r["concurrency"]): r for r in report("parallel_h200_tp2_70b")["runs"]}
+    assert (
+        f"Llama-3-70B shape: {round(large['sparse', 64]['decode_tokens_per_s'], -1):,.0f} tokens/s at c = 64" in WORDS
+    )
+
+
+def test_the_page_about_several_gpus():
+    text = " ".join((ROOT / "docs" / "benchmarks" / "several-gpus.md").read_text(encoding="utf-8").split())
+
+    def span(name):
+        found = [run["collectives"]["share"] for run in report(name)["runs"]]
+        return f"{100 * min(found):.0f} to {100 * max(found):.0f}%"
+
+    assert f"take {span('parallel_h200_tp2_8b')} of it (162 of the 70B model: {span('parallel_h200_tp2_70b')})" in text
