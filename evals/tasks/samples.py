@@ -28,8 +28,8 @@ Tokens = tuple[int, ...]
 class Tokenizer(Protocol):
     """What the tasks need of a tokenizer of transformers."""
 
-    def __call__(self, text: Any, *, add_special_tokens: bool = True) -> Any:
-        """A mapping with `input_ids`: of a text, or of each text of a list."""
+    def __call__(self, text: Any, *, add_special_tokens: bool = True, verbose: bool = True) -> Any:
+        """A mapping with `input_ids`: of a text, or of each text of a list; `verbose` allows warnings."""
 
 
 @dataclass(frozen=True, kw_only=True)
