@@ -123,6 +123,8 @@ class SparseScorer:
         self.model, self.config, self.batch_size = model, config, batch_size
         self.plan = SparseKVCache(model.config, config).plan
         self._softmax_dtype, self._ranks = softmax_dtype, ranks or Ranks()
+        self._beginning: tuple[Tokens, SparseKVCache] | None = None
+        """Of the last context of a bounded prefill: all chunks but the last, and the cache after them."""
 
     def score(self, contexts: Sequence[Context]) -> list[ContextScores]:
         """Score the continuations of some contexts, which are read as one batch, padded on the left."""
@@ -179,13 +181,29 @@ class SparseScorer:
             num_padding = torch.tensor([width - len(head) for head in heads], device=ids.device)
             positions = torch.arange(width, device=ids.device) - num_padding[:, None]
             padding = {"attention_mask": (positions >= 0).long(), "position_ids": positions.clamp_min(0)}
-        cache = SparseKVCache(self.model.config, self.config, prompt_length=width)
         step = self.config.chunk_tokens or width
-        for start in range(0, width, step):
+        last = (width - 1) // step * step  # where the last chunk begins
+        cache, num_read = self._begun(heads, last)
+        for start in range(num_read, width, step):
+            if start == last > num_read and len(heads) == 1:
+                self._beginning = heads[0][:last], copy.deepcopy(cache)
             end = min(start + step, width)
             some = {name: t[:, :end] if name == "attention_mask" else t[:, start:end] for name, t in padding.items()}
             logits_BTV = self._forward(ids[:, start:end], cache, logits_to_keep=1, **some)
         return cache, logits_BTV[:, -1]
+
+    def _begun(self, heads: list[Tokens], last: int) -> tuple[SparseKVCache, int]:
+        """A cache for some prompts and how much it has of them: their chunks but the last where it is the same text.
+
+        The questions about one document follow one another and differ in their last chunk.
+        """
+        width = max(len(head) for head in heads)
+        if len(heads) == 1 and self._beginning is not None and self._beginning[0] == heads[0][:last]:
+            cache = copy.deepcopy(self._beginning[1])
+            cache.expect_prompt(width - last)
+            return cache, last
+        self._beginning = None  # before the next one takes memory
+        return SparseKVCache(self.model.config, self.config, prompt_length=width), 0
 
     def _read_rows(
         self, fork: SparseKVCache, contexts: Sequence[Context], rows: list[_Row], first_BV: Tensor

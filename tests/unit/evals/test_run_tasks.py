@@ -13,7 +13,7 @@ import torch
 
 import hf_sparsekv as skv
 from evals import run_tasks
-from evals.sample_groups import outcomes_of
+from evals.sample_groups import by_document, outcomes_of
 from evals.scoring import SparseScorer
 from evals.shared_samples import measure_part
 from evals.tasks.catalog import TASKS, samples_of
@@ -107,6 +107,27 @@ def test_a_bounded_prefill_is_measured_by_its_own(go, model, samples, tmp_path):
         assert found == pytest.approx(expected["log_likelihoods"], rel=MAX_LOGITS_RELATIVE_ERROR)
         different += found != pytest.approx(exact, rel=1e-3)
     assert different > 0
+
+
+@pytest.mark.parametrize("budget", [64, 2000], ids=["evicts", "fits"])
+def test_questions_about_one_document_share_the_chunks_of_a_bounded_prefill(model, text, budget, monkeypatch):
+    bounded = SMALL.with_(prefill="bounded", prefill_chunk_tokens=256, budget=budget)
+    documents = by_document(samples_of(["document_qa"], text, lengths=[700], seeds=[0]))
+    samples = [sample for document in documents for sample in document]
+    assert all(512 < len(context_of(sample).head) <= 768 for sample in samples)  # all differ in the third chunk alone
+    expected = [outcome(SparseScorer(model, bounded), sample) for sample in samples]
+    passes, forward = [], SparseScorer._forward
+
+    def counted(self, ids, *args, **options):
+        passes.append(ids.shape[1])
+        return forward(self, ids, *args, **options)
+
+    monkeypatch.setattr(SparseScorer, "_forward", counted)
+    scorer = SparseScorer(model, bounded)
+    for sample, alone in zip(samples, expected, strict=True):
+        found = outcome(scorer, sample)
+        assert {**found, "seconds": 0} == {**alone, "seconds": 0}
+    assert passes.count(256) == 2 * len(documents) < 2 * len(samples)  # two whole chunks, once
 
 
 def test_a_bounded_prefill_shorter_than_what_is_scored_is_refused_before_anything_is_read(go, tmp_path):
