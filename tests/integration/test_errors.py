@@ -96,6 +96,19 @@ def test_a_cache_for_another_depth_is_refused(tiny_llama):
         forward(model, skv.SparseKVCache(shallow.config, SMALL))
 
 
+@pytest.mark.parametrize(
+    ("heads", "error", "message"),
+    [
+        ({"head_dim": 32}, skv.CacheError, "heads of 16 dimensions, .* of 32"),
+        ({"num_kv_heads": 4}, skv.ModelError, "the cache is another model's"),
+    ],
+)
+def test_a_cache_for_other_heads_is_refused(tiny_llama, heads, error, message):
+    config = tiny_llama(attn_implementation="sparsekv").config
+    with pytest.raises(error, match=message):
+        forward(tiny_llama(attn_implementation="sparsekv", **heads), skv.SparseKVCache(config, SMALL))
+
+
 def test_another_batch_size_on_a_used_cache_is_refused(tiny_llama):
     model = tiny_llama(attn_implementation="sparsekv")
     cache = skv.SparseKVCache(model.config, SMALL)
