@@ -161,11 +161,7 @@ def _why_no_graphs(
     names = ("num_beams", *OTHER_LOOPS, *PER_LAYER)
     in_force = {**options, **{name: _in_force(name, model, options) for name in names}}
     prompt_length = batch["input_ids"].shape[1]
-    new_tokens = _in_force("max_new_tokens", model, options)
-    if new_tokens is None:
-        longest = _in_force("max_length", model, options)
-        new_tokens = _DEFAULT_NEW_TOKENS if longest is None else longest - prompt_length
-    doubt = graph_doubt(cache.plan, model.config, prompt_length, new_tokens)
+    doubt = graph_doubt(cache.plan, model.config, prompt_length, _new_tokens(model, prompt_length, options))
     return wish.why_not(graph_obstacle(model, batch, in_force), doubt)
 
 
@@ -285,11 +281,20 @@ def _with_mask(inputs: Any, options: dict[str, Any]) -> Any:
     return given | beside
 
 
+def _new_tokens(model: PreTrainedModel, prompt_length: int, options: Mapping[str, Any]) -> int:
+    """How many are to be generated at most."""
+    given: int | None = _in_force("max_new_tokens", model, options)
+    if given is not None:
+        return given
+    longest: int | None = _in_force("max_length", model, options)
+    return _DEFAULT_NEW_TOKENS if longest is None else longest - prompt_length
+
+
 def _check_length(model: PreTrainedModel, prompt_length: int, options: Mapping[str, Any]) -> None:
     limit = getattr(text_config(model.config), "max_position_embeddings", None)
     if limit is None:
         return
-    new_tokens = _in_force("max_new_tokens", model, options) or 1
+    new_tokens = max(1, _new_tokens(model, prompt_length, options))
     if prompt_length + new_tokens > limit:
         raise InputError(
             f"the prompt has {prompt_length} tokens and {new_tokens} are to be generated, but the model takes "

@@ -25,8 +25,8 @@ class QueryTail:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held until scoring."""
-        return 0 if self._queries is None else self._queries.nbytes
+        """Bytes held until scoring, which row is a token included."""
+        return sum(t.nbytes for t in (self._queries, self._is_token) if t is not None)
 
     @property
     def is_empty(self) -> bool:

@@ -166,6 +166,11 @@ def _check_call(module: nn.Module, layer: "CacheLayer", query: Tensor, key: Tens
         raise ModelError(
             f"{type(module).__name__} attends more than once to one layer's keys, which a sparse cache does not support"
         )
+    if key.shape[3] != cache.shape.head_dim:
+        raise CacheError(
+            f"the cache is for heads of {cache.shape.head_dim} dimensions, {type(module).__name__} makes keys of "
+            f"{key.shape[3]}: make it from this model's configuration, SparseKVCache(model.config, ...)"
+        )
     if key.shape[1] != cache.shape.num_kv_heads:
         cache.take_shard(*shard_of_call(module, query, key, cache.shape))
     layer.state.check_kind(key)

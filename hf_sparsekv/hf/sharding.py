@@ -100,8 +100,8 @@ def shard_of_call(module: nn.Module, query: Tensor, key: Tensor, shape: ModelSha
     if mesh is None or key.shape[1] * size != shape.num_kv_heads or query.shape[1] * size != shape.num_heads:
         raise ModelError(
             f"{type(module).__name__} attends with {key.shape[1]} key heads, but its configuration has "
-            f"{shape.num_kv_heads}: it repeats or drops keys before the attention function, which a sparse cache does "
-            "not support"
+            f"{shape.num_kv_heads}: the cache is another model's, or keys are repeated or dropped before the attention "
+            "function, which a sparse cache does not support"
         )
     return shape.split(size), HeadShard(mesh.get_local_rank() * key.shape[1], shape.num_kv_heads)
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv import ops
+from hf_sparsekv.ops.reference.score import REDUCTIONS as REDUCTIONS
+from hf_sparsekv.ops.reference.select import POOLINGS as POOLINGS
 
 Queries = Literal["none", "last", "all"]
 QUERIES = ("none", "last", "all")
-POOLINGS = ("avg", "max", "forward", "none")
-REDUCTIONS = ("mean", "max")
 DECODE_MODES = ("replace_lowest", "ring", "grow")
 
 TEMPORARY_BYTES = 16 * 2**20

@@ -1,5 +1,7 @@
 """A user's mistake ends in an error that names the value, the limit and the fix, before any work is lost."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import DynamicCache, Gemma2Config, LlamaConfig, MistralConfig, T5Config
@@ -94,6 +96,19 @@ def test_a_cache_for_another_depth_is_refused(tiny_llama):
         forward(model, skv.SparseKVCache(shallow.config, SMALL))
 
 
+@pytest.mark.parametrize(
+    ("heads", "error", "message"),
+    [
+        ({"head_dim": 32}, skv.CacheError, "heads of 16 dimensions, .* of 32"),
+        ({"num_kv_heads": 4}, skv.ModelError, "the cache is another model's"),
+    ],
+)
+def test_a_cache_for_other_heads_is_refused(tiny_llama, heads, error, message):
+    config = tiny_llama(attn_implementation="sparsekv").config
+    with pytest.raises(error, match=message):
+        forward(tiny_llama(attn_implementation="sparsekv", **heads), skv.SparseKVCache(config, SMALL))
+
+
 def test_another_batch_size_on_a_used_cache_is_refused(tiny_llama):
     model = tiny_llama(attn_implementation="sparsekv")
     cache = skv.SparseKVCache(model.config, SMALL)
@@ -165,6 +180,18 @@ def test_a_scorer_that_cannot_rank_is_named_with_its_layer(tiny_llama, bad):
 def test_bad_prompts_are_refused(tiny_llama, inputs, message):
     with pytest.raises(skv.InputError, match=message):
         skv.generate(tiny_llama(), inputs, SMALL, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "fits"),
+    [({}, False), ({"max_length": 4097}, False), ({"max_length": 4096}, True), ({"max_new_tokens": 6}, True)],
+    ids=["transformers' default of 20", "max_length", "max_length that fits", "max_new_tokens that fit"],
+)
+def test_what_is_to_be_generated_counts_wherever_its_number_comes_from(tiny_llama, options, fits):
+    prompt = torch.full((1, 4090), 5)
+    refused = nullcontext() if fits else pytest.raises(skv.InputError, match="the model takes 4096 in all")
+    with refused:
+        assert skv.generate(tiny_llama(num_layers=1), prompt, SMALL, **options).sequences.shape[1] <= 4096
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "use_cache", "cache_implementation"])

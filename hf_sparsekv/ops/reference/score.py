@@ -7,7 +7,10 @@ a second pass over the keys follows FlashAttention's backward pass (arXiv 2307.0
 import torch
 from torch import Tensor
 
+from hf_sparsekv.errors import InputError
 from hf_sparsekv.ops.reference.pool import chunk_length, dense_rows, valid_slots
+
+REDUCTIONS = ("mean", "max")
 
 
 def window_lse(
@@ -68,7 +71,12 @@ def window_score(
     Returns:
         fp32 score [B, K, N], a probability scale, 0 at and past `lengths`; and fp32 [B, K, N], the negative cosine
         between each key and the anchor (larger = more unlike the others), 0 past `lengths`; empty [0] without anchor.
+    Raises:
+        InputError: another reduction.
     """
+    for name, value in (("row_reduction", row_reduction), ("group_reduction", group_reduction)):
+        if value not in REDUCTIONS:
+            raise InputError(f"`{name}` is {value!r}: it must be one of {', '.join(REDUCTIONS)}")
     batch, heads, num_rows, _ = q_BHAD.shape
     kv_heads = k_pool.shape[1]
     q = _grouped(q_BHAD, kv_heads, lengths_B)

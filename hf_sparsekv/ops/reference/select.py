@@ -13,6 +13,7 @@ from hf_sparsekv.ops.reference.pool import dense_rows, valid_slots
 NOT_CANDIDATE = float("-inf")
 MAX_POOL_WIDTH = 41
 """What the compiled kernels can pool over."""
+POOLINGS = ("avg", "max", "forward", "none")
 
 
 def pool_scores(scores_BKN: Tensor, lengths_B: Tensor, pooling: str, width: int) -> Tensor:
@@ -27,8 +28,10 @@ def pool_scores(scores_BKN: Tensor, lengths_B: Tensor, pooling: str, width: int)
     Returns:
         fp32 [B, K, N], 0 at and past `lengths`.
     Raises:
-        InputError: another width.
+        InputError: another pooling or width.
     """
+    if pooling not in POOLINGS:
+        raise InputError(f"`pooling` is {pooling!r}: it must be one of {', '.join(POOLINGS)}")
     if width % 2 == 0 or not 1 <= width <= MAX_POOL_WIDTH:
         raise InputError(f"the width of a pooling window must be odd, from 1 to {MAX_POOL_WIDTH}: got {width}")
     valid = valid_slots(lengths_B, scores_BKN.shape[-1])[:, None]

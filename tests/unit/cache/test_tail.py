@@ -47,6 +47,8 @@ def test_only_the_kept_rows_stay_in_memory():
     tail = QueryTail(2)
     tail.append(queries(0, 1000), None)
     assert tail.nbytes == tail.queries.untyped_storage().nbytes() == 2 * 4
+    tail.append(queries(0, 1000), torch.ones(1, 1000, dtype=torch.bool))
+    assert tail.nbytes == 2 * 4 + 2  # and of each row whether it is a token
 
 
 def test_a_cleared_tail_starts_again_even_with_another_batch():

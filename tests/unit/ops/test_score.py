@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from hf_sparsekv import ops
+from hf_sparsekv.errors import InputError
 from hf_sparsekv.ops.reference import pool
 from hf_sparsekv.testing.compare import assert_bitwise_equal, assert_census, assert_close_fp32
 
@@ -218,3 +219,12 @@ def test_long_prompts_are_scored_in_bounded_memory(num_rows):
     assert 8 * 2**20 <= peak_bytes(lambda: torch.empty(2**20).add(1)) < 9 * 2**20  # the ruler measures
     assert peak_bytes(lambda: ops.window_lse(q, k, lengths, 0.125, num_keys)) < 64e6
     assert peak_bytes(lambda: ops.window_score(q, k, lse, lengths, 0.125, num_keys)) < 64e6
+
+
+@pytest.mark.parametrize("name", ["row_reduction", "group_reduction"])
+def test_another_reduction_is_refused_by_name(name):
+    """As the compiled kernels do, and not taken for the maximum."""
+    q, k = problem(8, 2)
+    lse = ops.window_lse(q, k, int32(LENGTHS), SCALE, KEYS)
+    with pytest.raises(InputError, match=f"`{name}` is 'median': it must be one of mean, max"):
+        ops.window_score(q, k, lse, int32(LENGTHS), SCALE, KEYS, **{name: "median"})

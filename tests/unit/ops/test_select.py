@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from hf_sparsekv import ops
+from hf_sparsekv.errors import InputError
 from hf_sparsekv.testing.compare import assert_bitwise_equal, assert_close_fp32
 
 NAN = float("nan")
@@ -170,3 +171,12 @@ def test_compaction_does_not_read_what_is_not_kept():
     keys, values = ops.compact(k, v, torch.tensor([[[3, -1, -1]]]))
     assert keys[0, 0].sum(dim=-1).tolist() == [8.0, 0.0, 0.0]
     assert values[0, 0].sum(dim=-1).tolist() == [16.0, 0.0, 0.0]
+
+
+def test_another_pooling_is_refused_by_name():
+    """As the compiled kernels do, and not taken for the maximum."""
+    scores, two = torch.rand(1, 1, 9), torch.tensor([2], dtype=torch.int32)
+    with pytest.raises(InputError, match="`pooling` is 'median': it must be one of avg, max, forward, none"):
+        ops.pool_scores(scores, two + 7, "median", 3)
+    with pytest.raises(InputError, match="`pooling` is 'median'"):
+        ops.select(scores, two + 7, two, 2, 0, 1, "median", 3)
