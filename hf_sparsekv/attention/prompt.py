@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_sparsekv import ops
 from hf_sparsekv.cache.layer import PromptRecord, WindowLayer
 from hf_sparsekv.cache.slots import UNLIMITED, SlotStore
+from hf_sparsekv.cache.upload import to_device
 from hf_sparsekv.errors import CacheError, InputError
 from hf_sparsekv.plan import FULL_LAYER_BLOCK
 from hf_sparsekv.scorers import ScoreInputs, TwoLists
@@ -258,7 +259,7 @@ def _keep(
     layer: WindowLayer, candidates: _Candidates, scores: Tensor | TwoLists, budgets: list[int], capacity: int
 ) -> tuple[SlotStore, Tensor]:
     """The slots that stay, and their scores before pooling, fp32 [B, K, C]."""
-    budget_tensor = torch.tensor(budgets, dtype=torch.int32, device=candidates.keys.device)
+    budget_tensor = to_device(torch.tensor(budgets, dtype=torch.int32), candidates.keys.device)
     kept = select_kept(scores, budget_tensor, capacity, candidates.positions, layer.config)
     pair = ops.compact(candidates.keys, candidates.values, kept.index)
     positions = candidates.positions.gather(-1, kept.index.clamp_min(0)).masked_fill(kept.index < 0, -1)
@@ -287,7 +288,7 @@ def _new_store(
 ) -> SlotStore:
     config = layer.config
     limits = [UNLIMITED] * len(budgets) if config.decode_mode == "grow" else budgets
-    budget_tensor = torch.tensor(limits, dtype=torch.int32, device=scores.device)
+    budget_tensor = to_device(torch.tensor(limits, dtype=torch.int32), scores.device)
     next_positions = torch.full_like(counts, num_seen)
     positions = positions.to(torch.int32).contiguous()
     victims = ops.find_victim(
