@@ -165,7 +165,8 @@ def _number(option: str, text: str, kind: type[Number]) -> Number:
     try:
         return kind(text)
     except ValueError as error:
-        raise ConfigError(f"{option}: {shown(text)} is not a number") from error
+        hint = ": give tokens (512), a fraction of the prompt (0.1) or a list (256,512)" if option == "--budget" else ""
+        raise ConfigError(f"{option}: {shown(text)} is not a number{hint}") from error
 
 
 def _json_or_text(text: str) -> Any:

@@ -226,6 +226,8 @@ def _json_object(raw: bytes) -> dict[str, Any]:
         if name not in _KEYS:
             close = get_close_matches(name, _KEYS, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"a line has {', '.join(_KEYS)}"
+            if name in SparseKVConfig.option_names():
+                hint = f'it is one of the method: give "config": {{"{name}": ...}}'
             raise InputError(f"unknown option {_short(name)}: {hint}")
     return {name: value for name, value in values.items() if value is not None}
 

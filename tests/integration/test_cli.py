@@ -106,7 +106,7 @@ def test_a_configuration_file_and_options_beside_it(folder, capsys, monkeypatch,
     [
         (["--budget", "5"], "num_sink_tokens + num_recent_tokens = 36"),
         (["--budget", "1.5"], "not a fraction"),
-        (["--budget", "many"], "not a number"),
+        (["--budget", "50%"], "not a number: give tokens (512), a fraction of the prompt (0.1) or a list"),
         (["--budget", "64,64,64", "--num-full-layers", "0"], "lists 3 layers"),
         (["--num-full-layers", "9"], "only 2 layers"),
         (["--full-layers", "0,7"], "layer 7"),

@@ -127,6 +127,7 @@ def refuse(messages):
         ('{"prompt": "a", "temperature": 0.5}', "set do_sample=True"),
         ('{"prompt": "a", "stop_strings": [""]}', "an empty string"),
         ('{"prompt": "a", "max_token": 5}', "did you mean 'max_tokens'?"),
+        ('{"prompt": "a", "budget": 40}', 'it is one of the method: give "config": {"budget": ...}'),
         ('{"prompt": "a", "config": 5}', "config must be an object"),
         ('{"prompt": "a", "config": {"budgets": 5}}', "did you mean 'budget'?"),
         ('{"prompt": "a", "config": {"budget": "x"}}', "budget must be an int"),
