@@ -3,7 +3,9 @@
 Shapes: B request, K KV head, C longest length, D head dim, P page, S slots per page, M pages in a block table.
 """
 
+import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_sparsekv.ops.kernels import LIBRARY_VARIABLE, OFF
 from hf_sparsekv.testing.compare import assert_bitwise_equal, assert_close_policy
 
 __all__ = [
@@ -51,9 +54,15 @@ def load_build() -> ModuleType:
     return sys.modules[_BUILD_MODULE]
 
 
+@functools.cache
 def load_ops() -> Any:
-    """`torch.ops.hf_sparsekv_kernels`, built for this machine's GPU if it is out of date."""
-    return load_build().load()
+    """`torch.ops.hf_sparsekv_kernels`: the library that the environment names, which `hf_sparsekv` then loads as well;
+    else built for this machine's GPU if it is out of date."""
+    library = os.environ.get(LIBRARY_VARIABLE)
+    if not library or library == OFF:
+        return load_build().load()
+    torch.ops.load_library(library)
+    return torch.ops.hf_sparsekv_kernels
 
 
 def int32(values: Sequence[int], device: torch.device | str) -> Tensor:

@@ -12,7 +12,6 @@ each tensor then is an allocation of its own size, and a step past its end is se
 """
 
 import argparse
-import os
 import sys
 import time
 from typing import Any
@@ -25,7 +24,6 @@ from helpers import load_ops
 from sanitize_cases import GROUPS, Launch
 from torch import Tensor
 
-from hf_sparsekv.ops.kernels import LIBRARY_VARIABLE
 from hf_sparsekv.ops.reference.pool import dense_rows
 from hf_sparsekv.testing.compare import assert_bitwise_equal, assert_close_fp32, assert_close_policy
 
@@ -35,13 +33,7 @@ EXACT = ("k_pool", "v_pool", "k_out", "v_out")
 
 def find_ops(device: str) -> Any:
     """The compiled ops, of the library that the environment names or built for this GPU; on the CPU definitions."""
-    if device == "cpu":
-        return definitions
-    library = os.environ.get(LIBRARY_VARIABLE)
-    if not library:
-        return load_ops()
-    torch.ops.load_library(library)
-    return torch.ops.hf_sparsekv_kernels
+    return definitions if device == "cpu" else load_ops()
 
 
 def run(ops: Any, launch: Launch, device: str) -> None:

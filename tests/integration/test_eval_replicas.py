@@ -26,8 +26,8 @@ TASKS = ["-t", "needle,perplexity", *GRID, "--config", "a:num_full_layers=0,budg
 BOUNDED = [*TASKS, "--config", "c:budget=64,scorer=random,prefill=bounded,prefill_chunk_tokens=256"]
 OF_A_RUN = ("seconds", "commit")
 """What the runs of one test may differ in: someone edits or commits beside it."""
-MAX_CHANGED_SHARE = 0.05
-"""Of samples on GPUs, one GPU against two, whose kept sets may differ at near-ties."""
+MAX_MEAN_CHANGE = 0.01
+"""Nats an answer or text, one GPU against two: what near-ties may do."""
 ROUNDED = ("value", "log_likelihoods")
 """What ranks that share a model sum in another order; all else of a line is as in one process."""
 
@@ -95,6 +95,16 @@ def is_as_on_one(line, expected):
         line[name] == (pytest.approx(value, rel=MAX_LOGITS_RELATIVE_ERROR) if name in ROUNDED else value)
         for name, value in expected.items()
     )
+
+
+def mean_change(lines, alone):
+    """Of the log-likelihoods, over all lines that have some."""
+    pairs = [
+        pair
+        for line, expected in zip(lines, alone, strict=True)
+        for pair in zip(line.get("log_likelihoods") or (), expected.get("log_likelihoods") or (), strict=True)
+    ]
+    return sum(abs(a - b) for a, b in pairs) / len(pairs)
 
 
 def left_beside():
@@ -211,9 +221,10 @@ def test_two_gpus_that_share_a_model_give_what_one_gives(launch):
     shared, alone = lines_of("shared.jsonl"), lines_of("alone.jsonl")
     assert [line["id"] for line in shared] == [line["id"] for line in alone]
     changed = [line["id"] for line, expected in zip(shared, alone, strict=True) if not is_as_on_one(line, expected)]
-    # On a GPU products of other shapes round otherwise, so tokens of almost equal scores may change places.
-    assert not [name for name in changed if name.startswith("dense|")]
-    assert len(changed) <= MAX_CHANGED_SHARE * len(alone), changed
+    # On a GPU products of other shapes round otherwise, so tokens of almost equal scores may change places. Where
+    # nothing is selected, or by no score of the model's, all is as on one.
+    assert not [name for name in changed if name.startswith(("dense|", "c|"))]
+    assert mean_change(shared, alone) <= MAX_MEAN_CHANGE, changed
     assert figures("shared")[1:] == figures("alone")[1:]
     assert not left_beside()
 
