@@ -8,7 +8,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
-.PHONY: setup demo test test-all notebooks docs lint format ci eval eval-smoke clean
+.PHONY: setup demo test test-all notebooks docs lint format ci eval eval-long eval-smoke clean
 
 setup: $(STAMP)
 
@@ -68,11 +68,21 @@ eval: setup
 	$(call compare,long_answers) --tasks needle_long,copy --lengths 1024 --seeds $(call odd,2001,2005)
 	$(call compare,mmlu) --tasks mmlu --suite offline --lengths 1024 --seeds 2001
 	$(call compare,needle_2k) --tasks needle --lengths 2048 --seeds 2001,2003
-	$(call compare,needle_4k) --tasks needle --lengths 4096 --seeds 2001
 	$(call compare,documents_2k) --tasks document_qa --lengths 2048 --seeds $(call odd,2001,2009)
-	$(call compare,perplexity_4k) --tasks perplexity --lengths 4096 --seeds $(call odd,2001,2007)
 	$(BIN)/hf-sparsekv eval --method published-layers --tasks needle,perplexity --lengths 2048 --seeds $(call odd,2001,2005) \
 	  --dtype bfloat16 $(EVAL_ARGS) --out $(EVAL_DIR)/published_layers.jsonl --json $(EVAL_DIR)/published_layers.json
+	$(BIN)/python -m evals.tables
+
+# Longer documents, for a GPU.
+eval-long: setup
+	$(BIN)/hf-sparsekv fetch --quiet
+	$(call compare,needle_4k) --tasks needle --lengths 4096 --seeds $(call odd,2001,2011)
+	$(call compare,multi_key_4k) --tasks multi_key --lengths 4096 --seeds 2001,2003
+	$(call compare,documents_4k) --tasks document_qa --lengths 4096 --seeds $(call odd,2001,2009)
+	$(call compare,perplexity_4k) --tasks perplexity --lengths 4096 --seeds $(call odd,2001,2007)
+	$(call compare,needle_8k) --tasks needle --lengths 8192 --seeds $(call odd,2001,2005)
+	$(call compare,documents_8k) --tasks document_qa --lengths 8192 --seeds $(call odd,2001,2005)
+	$(call compare,perplexity_8k) --tasks perplexity --lengths 7936 --seeds $(call odd,2001,2007)
 	$(BIN)/python -m evals.tables
 
 # The same path in miniature: no figure of it says anything.

@@ -28,6 +28,8 @@ FILTERS = ("suite", "task", "budget_tokens", "mode", "half")
 WIDE = "wide"
 USAGE_ERROR, STALE = 2, 1
 
+_UNNAMED_INTERVALS = "percentiles of resamples, paired by sample for differences; too narrow for few samples"
+"""Those of reports of before they were named."""
 _BEGIN = re.compile(r"<!-- table:(?P<name>[^\s]+)(?P<options>[^>]*?) -->\n")
 _END = "<!-- /table -->"
 
@@ -85,10 +87,8 @@ def table(report: Mapping[str, Any], options: Mapping[str, str]) -> str:
 
 
 def _intervals(report: Mapping[str, Any]) -> str:
-    """Which ones; reports of before they were named have percentiles of resamples."""
     suites = report.get("suites", {"": report}).values()
-    named = {suite["intervals"] for suite in suites if "intervals" in suite}
-    return " and ".join(sorted(named)) or "paired by sample for differences"
+    return " and ".join(sorted({suite.get("intervals", _UNNAMED_INTERVALS) for suite in suites}))
 
 
 def _long(rows: Sequence[Row]) -> str:

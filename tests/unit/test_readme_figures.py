@@ -91,9 +91,9 @@ NAMES = {"the defaults": "balanced", "question-in-window": "question-in-window",
 NAMES |= {"KeyDiff": "keydiff", "R-KV": "rkv", "SnapKV": "snapkv", "TOVA": "tova", "StreamingLLM": "streaming_llm"}
 
 
-def shares(name, task, method, mode, figure=lambda row: row["accuracy"]["value"]):
+def shares(name, task, method, mode, figure=lambda row: row["accuracy"]["value"], ratios=(2, 4, 10)):
     rows = {(r["task"], r["mode"], r["config"]): r for r in report(name)["rows"]}
-    return [figure(rows[task, mode, f"{method}-{ratio}x"]) for ratio in (2, 4, 10)]
+    return [figure(rows[task, mode, f"{method}-{ratio}x"]) for ratio in ratios]
 
 
 def test_the_table_of_answers_is_that_of_the_comparison():
@@ -126,6 +126,15 @@ def test_the_text_below_the_table_of_answers():
     assert text.format(*map(short, (same["balanced"], same["question-in-window"], same["tova"]))) in WORDS
     methods = {row["config"].rpartition("-")[0] for row in report("comparison_retrieval")["rows"]} - {""}
     assert len(methods) == 14 and "All fourteen methods" in WORDS
+
+
+def test_what_is_said_of_the_second_model():
+    def found(method, mode):
+        return " / ".join(map(short, shares("second_model_people_1k", "document_qa", method, mode, ratios=(4, 10))))
+
+    assert f"`balanced` keeps {found('balanced', 'aware')} asked in the prompt" in WORDS
+    later = [found(method, "agnostic") for method in ("balanced", "keydiff", "kv_diversity")]
+    assert "and {} asked later, KeyDiff {}, `kv_diversity` {}:".format(*later) in WORDS
 
 
 def test_one_request_on_a_cpu():

@@ -74,7 +74,9 @@ def test_a_table_says_which_intervals_it_has(results):
     def last_line():
         return filled(document("small task=needle mode=aware"), results).split("<!-- /table")[0].splitlines()[-1]
 
-    assert last_line() == "Brackets: 95 % intervals, paired by sample for differences."
+    assert last_line().startswith(
+        "Brackets: 95 % intervals, percentiles of resamples, paired by sample for differences;"
+    )
     named = report(ROWS)
     named["suites"]["offline"]["intervals"] = "Wilson's"
     (results / "small.json").write_text(json.dumps(named))
