@@ -82,7 +82,7 @@ def draw(reports: list[dict[str, Any]], part: str, output: Path) -> None:
     from matplotlib.ticker import LogLocator, ScalarFormatter
 
     lines = lines_of(reports, part)
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 5), layout="constrained")
     for label, (engine, points) in lines.items():
         for axis, column in zip(axes, (1, 2), strict=True):
             drawn = [(point[0], point[column]) for point in points if point[column] is not None]
@@ -98,7 +98,8 @@ def draw(reports: list[dict[str, Any]], part: str, output: Path) -> None:
     axes[1].yaxis.set_major_formatter("{x:g}")
     axes[1].yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))  # the others' numbers would touch
     axes[1].yaxis.set_minor_formatter("{x:.2g}")
-    axes[0].legend(fontsize="small")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small")
     figure.suptitle(title_of(reports[0]), fontsize="medium")
     figure.savefig(output, dpi=130)
     pyplot.close(figure)

@@ -3,8 +3,8 @@
 `mkdocs.yml` names this file as a hook. Pages ask for the rest with comments, which GitHub does not show:
 
     <!-- section:kernels/README.md#Build -->      what stands under that heading
-    <!-- serving:serving_h200 -->                 a table of `evals/results/serving_h200.json`
-    <!-- equal:serving_h200 -->                   its engines side by side at an equal batch
+    <!-- serving:serving_published_h200 -->                 a table of `evals/results/serving_published_h200.json`
+    <!-- equal:serving_published_h200 -->                   its engines side by side at an equal batch
     <!-- shapes:budget_shapes_needle -->          likewise, of a comparison of budget shapes
     <!-- parallel:parallel_tp1 parallel_tp2 -->   one model on several GPUs, against the same on one
     <!-- notebooks:notebooks -->                  the notebooks of a folder, each with its first paragraph
@@ -240,8 +240,8 @@ def serving_table(report: Mapping[str, Any]) -> str:
                 f"{run['whole']['prompt_tokens_per_s']:,.0f}",
                 _pair(run["ttft_s"], 1, 2),
                 _pair(run["itl_s"], 1000, 1),
-                f"{run['cache']['bytes_per_request']:,.0f} bytes, {run['cache']['ratio']:.1%} of dense",
-                str(run["num_preemptions"]),
+                _cache_of(run),
+                "-" if run["num_preemptions"] is None else str(run["num_preemptions"]),
             )
         )
     origin = f"{report['device']['name']}, {report['model']['name']}, {report['model']['dtype']}"
@@ -250,14 +250,19 @@ def serving_table(report: Mapping[str, Any]) -> str:
     return f"{_markdown(heads, rows)}\n{made}\n\n```\n{report['command']}\n```\n"
 
 
+def _cache_of(run: Mapping[str, Any]) -> str:
+    """Bytes of a request; transformers' engine does not say."""
+    cache = run["cache"]
+    return "-" if cache is None else f"{cache['bytes_per_request']:,.0f} bytes, {cache['ratio']:.1%} of dense"
+
+
 def equal_table(report: Mapping[str, Any]) -> str:
-    """Markdown: output tokens/s of the engines at the same concurrency, where the same memory was measured for all."""
-    found: dict[tuple[int | None, int], dict[str, float]] = {}
+    """Markdown: output tokens/s of our two engines at the same concurrency, with all of the card's memory."""
+    engines, found = ("dense", "sparse"), dict[int, dict[str, float]]()
     for run in report["runs"]:
-        case = found.setdefault((run["kv_memory_bytes"], run["concurrency"]), {})
-        case[run["engine"]] = run["whole"]["output_tokens_per_s"]
-    engines = sorted({run["engine"] for run in report["runs"]})
-    complete = {c: case for (_, c), case in found.items() if len(case) == len(engines)}
+        if run["engine"] in engines and run["kv_memory_bytes"] is None:
+            found.setdefault(run["concurrency"], {})[run["engine"]] = run["whole"]["output_tokens_per_s"]
+    complete = {c: case for c, case in found.items() if len(case) == len(engines)}
     rows = [(str(c), *(f"{complete[c][engine]:,.0f}" for engine in engines)) for c in sorted(complete)]
     return _markdown(("c", *(f"{engine}, tokens/s" for engine in engines)), rows)
 
