@@ -313,6 +313,7 @@ class PackedStep:
             positions=positions,
             num_seen=chunk.seen,
             inv_freq=chunk.inv_freq,
+            is_last=chunk.is_last,
             layer_idx=layer_idx,
             key_counts=chunk.filled(keys.shape[2]),
             heads=chunk.heads,

@@ -71,13 +71,13 @@ def finish_prompt(layer: WindowLayer, scale: float) -> None:
                 raise CacheError(
                     f"request {row} of the batch got only padding in this turn: run it in a batch of its own"
                 )
-        finish_chunk(layer, scale)
+        finish_chunk(layer, scale, is_last=True)
     layer.tail.clear()
     layer.chunk_scores = None
 
 
-def finish_chunk(layer: WindowLayer, scale: float) -> None:
-    """Select from everything the layer holds, and free the rest.
+def finish_chunk(layer: WindowLayer, scale: float, *, is_last: bool = False) -> None:
+    """Select from everything the layer holds, and free the rest; `is_last` where the prompt or turn ends here.
 
     While no request exceeds its budget nothing is evicted and nothing moves: the layer stays what a dense cache is,
     and only remembers the scores that decoding will need.
@@ -101,7 +101,7 @@ def finish_chunk(layer: WindowLayer, scale: float) -> None:
                 raw.append(torch.zeros_like(parts[-1].scores))
             continue
         candidates = _gather(layer, rows)
-        scores = _score(layer, candidates, scale)
+        scores = _score(layer, candidates, scale, is_last)
         if fits:
             remembered.append((rows, *_all_scores(layer, scores, candidates)))
         else:
@@ -232,7 +232,7 @@ def _holds_ages(layer: WindowLayer) -> bool:
     return layer.config.decode_mode == "ring"
 
 
-def _score(layer: WindowLayer, candidates: _Candidates, scale: float) -> Tensor | TwoLists:
+def _score(layer: WindowLayer, candidates: _Candidates, scale: float, is_last: bool) -> Tensor | TwoLists:
     scorer, config = layer.config.scorer_object, layer.config
     scores = scorer.score(
         ScoreInputs(
@@ -246,6 +246,7 @@ def _score(layer: WindowLayer, candidates: _Candidates, scale: float) -> Tensor 
             positions=candidates.positions,
             num_seen=candidates.num_seen,
             inv_freq=layer.inv_freq,
+            is_last=is_last,
             layer_idx=layer.spec.layer_idx,
             heads=layer.heads,
         )

@@ -77,6 +77,8 @@ class ScoreInputs:
     """Tokens seen so far, these included; the next token gets this position."""
     inv_freq: Tensor | None = None
     """fp32 [D / 2], RoPE's inverse frequencies, for scorers that undo the rotation (rotate-half layout)."""
+    is_last: bool = True
+    """False in a bounded prefill where the prompt is known to go on: what its end will ask for is not in the window."""
     layer_idx: int = 0
     key_counts: Tensor | None = None
     """int32 [B], every entry N, where the caller has it: layers of one prompt may share it. See `lengths`."""

@@ -20,6 +20,9 @@ class Hybrid(Scorer):
     with it; diversity saves what a question that comes later may ask for; the newest row, which is not spread, what the
     answer's first token reads.
 
+    In a bounded prefill the window of an early chunk is not that of the question. There diversity has all of the
+    budget, so that the last chunk's window finds more of what it looks for.
+
     Source: ours; its parts are SnapKV's window (arXiv 2404.14469) and, see `KVDiversity`, KeyDiff's key diversity
     (arXiv 2504.15364), or TOVA's row (arXiv 2401.06104).
     """
@@ -59,10 +62,14 @@ class Hybrid(Scorer):
         return TwoLists(
             primary=inputs.attention_received(value_norm=self.value_norm),
             secondary=self._rest(inputs),
-            share=self.share,
+            share=self._share(inputs),
             secondary_pooling="avg" if is_pooled else "none",
             secondary_width=self.rest_width if is_pooled else 1,
         )
+
+    def _share(self, inputs: ScoreInputs) -> float:
+        """Of the window score: none of it where the prompt goes on, if what fills the budget then is diversity."""
+        return self.share if inputs.is_last or self.rest == "newest_row" else 0.0
 
     def _rest(self, inputs: ScoreInputs) -> Tensor:
         """fp32 [B, K, N]: what the rest goes by."""

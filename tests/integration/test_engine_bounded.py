@@ -206,3 +206,25 @@ def test_a_scorer_that_fails_in_an_early_chunk_ends_its_own_request_alone(model,
     assert ("no score today" if kind == "raises" else "NaN") in bad.error
     assert good.error is None
     assert good.token_ids == alone(model, config, prompts[1])
+
+
+@pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 5])
+def test_scorers_are_told_which_selection_is_the_prompts_last(model, length):
+    told = []
+
+    class Listening(skv.Scorer):
+        name = "listening"
+
+        def score(self, inputs):
+            told.append((inputs.layer_idx, inputs.num_seen, inputs.is_last))
+            return inputs.attention_received()
+
+    config, [prompt] = BOUNDED.with_(scorer=Listening()), prompts_of((length,))
+    alone(model, config, prompt)
+    by_generate = sorted(told)
+    ends = [*range(CHUNK, length, CHUNK), length]
+    assert by_generate == [(layer, seen, seen == length) for layer in (1, 2) for seen in ends]
+    told.clear()
+    with skv.Engine(model, config, ROOMY) as engine:
+        engine.generate([prompt], GREEDY)
+    assert sorted(told) == by_generate

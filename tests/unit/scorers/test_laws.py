@@ -119,6 +119,15 @@ def test_a_value_norm_keeps_the_scale_of_a_probability(make_inputs):
 # --- ranking ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("rest", "share"), [("keys_and_values", 0.0), ("keys", 0.0), ("newest_row", 0.25)])
+def test_hybrid_goes_by_diversity_alone_where_the_prompt_goes_on(make_inputs, rest, share):
+    scorer, inputs = build_scorer("hybrid", {"rest": rest, "share": 0.25}), make_inputs(batch=1, keys=12)
+    assert scorer.score(inputs).share == 0.25
+    goes_on = scorer.score(replace(inputs, is_last=False))
+    assert goes_on.share == share
+    assert torch.equal(goes_on.primary, scorer.score(inputs).primary)  # what later chunks and decoding go on with
+
+
 @pytest.mark.parametrize("name", ["snapkv", "tova", "h2o", "keyformer", "hybrid", "rkv"])
 def test_the_key_that_the_last_queries_look_for_ranks_first(make_inputs, name):
     direction = torch.nn.functional.normalize(torch.randn(8), dim=0)
