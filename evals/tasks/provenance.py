@@ -35,6 +35,10 @@ def prompt_facts(chat_template: str | None, stop_ids: Iterable[int]) -> dict[str
     return {"chat_template": chat_template, "stop_ids": sorted(set(stop_ids))}
 
 
+SCORED_TEXTS = prompt_facts(None, ())
+"""Of our own tasks: they put no template around their texts, and score given answers."""
+
+
 def weights_sha256(model: torch.nn.Module) -> str:
     """Of all weights, by name in alphabetical order: says which model it was, whatever it was called.
 
