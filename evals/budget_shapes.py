@@ -31,7 +31,7 @@ import hf_sparsekv as skv
 from evals.tasks.catalog import samples_of
 from evals.tasks.essay import SOURCES, EssayTokens, load_essay
 from evals.tasks.measure import context_of
-from evals.tasks.provenance import model_facts, versions
+from evals.tasks.provenance import SCORED_TEXTS, model_facts, versions
 from evals.tasks.samples import AWARE, EXACT, NLL, NO_CONTEXT, Sample
 from evals.tasks.stats import ITSELF, mean_interval, perplexity, share, share_difference
 from hf_sparsekv.bench.machine import commit
@@ -266,6 +266,7 @@ def summary(
         "command": "python -m evals.budget_shapes " + " ".join(sys.argv[1:]),
         "commit": commit(),
         "versions": versions(),
+        "prompts": SCORED_TEXTS,
         "profiles": [
             {
                 "config": profile.config.to_dict(),

@@ -19,7 +19,7 @@ from lm_eval.utils import handle_non_serializable
 import hf_sparsekv as skv
 from evals.ledger import RequestRecord, require_sparse, summary, summary_by_task
 from evals.sparse_lm import SparseKVLM
-from evals.tasks.provenance import model_facts, versions
+from evals.tasks.provenance import model_facts, prompt_facts, versions
 from hf_sparsekv.errors import ConfigError, InputError
 
 FORMAT = 1
@@ -59,10 +59,10 @@ def evaluate(
         model_options: what else `SparseKVLM` takes (`tokenizer`, `rolling_chunk_tokens`, `dtype`, `device`, ...).
         harness_options: what else `lm_eval.simple_evaluate` takes (`limit`, `num_fewshot`, `gen_kwargs`, ...).
     Returns:
-        JSON-able: `versions`, `model`, `config` and `in_force`, `settings`, `eviction` (whole and by task), `results`
-        and `groups` as the harness computes them, `refused` (tasks none of whose scores depended on a compressed cache,
-        with the reason; they are missing from `results`, but part of their group's mean), and `samples` with a record
-        of every request.
+        JSON-able: `versions`, `model`, `prompts` (see `prompt_facts`; a task's stop strings are in its samples),
+        `config` and `in_force`, `settings`, `eviction` (whole and by task), `results` and `groups` as the harness
+        computes them, `refused` (tasks none of whose scores depended on a compressed cache, with the reason; they are
+        missing from `results`, but part of their group's mean), and `samples` with a record of every request.
     Raises:
         EvictionError: no score depended on a compressed cache, unless `require_eviction` is False.
         InputError: a task that is not there.
@@ -100,6 +100,7 @@ def _figures(lm: SparseKVLM, output: dict[str, Any], settings: dict[str, Any]) -
         "versions": versions() | {"lm_eval": lm_eval.__version__},
         "commit": output.get("git_hash"),
         "model": model_facts(lm.model, lm.model.config._name_or_path or type(lm.model).__name__),
+        "prompts": prompt_facts(_chat_template(lm, settings.get("apply_chat_template", False)), _stop_ids(lm)),
         "config": lm.sparse_config.to_dict(must_be_registered=False),
         "in_force": lm.sparse_config.effective(),
         "settings": settings,
@@ -107,6 +108,17 @@ def _figures(lm: SparseKVLM, output: dict[str, Any], settings: dict[str, Any]) -
     figures |= _scores(output, lm.records, require_eviction=settings["require_eviction"])
     plain: dict[str, Any] = json.loads(json.dumps(figures, default=handle_non_serializable))
     return plain
+
+
+def _chat_template(lm: SparseKVLM, wanted: bool | str) -> str | None:
+    """Text of the template that the harness was asked to apply."""
+    return lm.chat_template(wanted) if wanted else None
+
+
+def _stop_ids(lm: SparseKVLM) -> list[int]:
+    """The model's own, and the harness's end of text."""
+    own = lm.model.generation_config.eos_token_id
+    return [*(own if isinstance(own, list) else [] if own is None else [own]), lm.eot_token_id]
 
 
 def check_tasks(names: list[str], manager: TaskManager) -> None:

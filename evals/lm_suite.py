@@ -80,7 +80,7 @@ class LmSuite:
         """Measure what `out` does not hold yet, in a single process.
 
         Returns:
-            JSON-able: versions, commit, model, configurations by task, and `rows` like those of
+            JSON-able: versions, commit, model, configurations and prompts by task, and `rows` like those of
             `evals.tasks.summary.rows`; a group's row pools the documents of its tasks.
         Raises:
             InputError: `out` holds results of something else, or a task has no metric by document.
@@ -90,7 +90,7 @@ class LmSuite:
         settings |= {"held_back_tokens": HELD_BACK_TOKENS}
         facts = {"suite": NAME, "model": model_facts(model, model_name), "settings": settings}
         facts |= {"versions": versions() | {"lm_eval": _lm_eval_version()}}
-        rows, configs = [], {}
+        rows, configs, prompts = [], {}, {}
         commits: set[str] = set()
         total = len(self.tasks) * (len(methods) + 1)
         with SampleLines(sample_parts(out), facts) as lines, tqdm(total=total, desc="Tasks and configurations") as bar:
@@ -98,6 +98,7 @@ class LmSuite:
                 dense = self._line(lines, model, task, DENSE, dense_config(model))
                 bar.update()
                 configs[task] = {DENSE: dense["method"]}
+                prompts[task] = dense.get("prompts")  # lines of earlier versions do not say
                 commits.add(str(dense["commit"]))
                 rows.append(_row(task, DENSE, dense, dense))
                 for method in methods:
@@ -112,6 +113,7 @@ class LmSuite:
                     bar.update()
         found = {
             "intervals": INTERVALS,
+            "prompts": prompts,
             "commit": commit(),
             "commits": sorted(commits),
             "configs": configs,
@@ -153,6 +155,7 @@ class LmSuite:
             return {"refused": str(error)}
         samples = figures["samples"]
         return {
+            "prompts": figures["prompts"],
             "values": {leaf: _values(leaf, some) for leaf, some in samples.items()},
             "num_options": [_num_options(s) for some in samples.values() for s in some],
             "context_tokens": [

@@ -35,7 +35,7 @@ from evals.tasks.catalog import TASKS, samples_of
 from evals.tasks.essay import AUTO, SOURCES, EssayTokens, load_essay
 from evals.tasks.lines import SampleLines, sample_parts
 from evals.tasks.measure import HELD_BACK_TOKENS, context_of
-from evals.tasks.provenance import model_facts, versions
+from evals.tasks.provenance import SCORED_TEXTS, model_facts, versions
 from evals.tasks.samples import HALVES, MODES, NO_CONTEXT, Sample
 from evals.tasks.stats import INTERVALS
 from evals.tasks.summary import DENSE, Results, rows
@@ -220,6 +220,7 @@ def measured(
         **facts,
         "kind": "tasks",
         "intervals": INTERVALS,
+        "prompts": SCORED_TEXTS,
         "commit": commit(),
         "commits": sorted({str(line["commit"]) for line in results.values()}),
         "essay": dict(essay),

@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,20 @@ def versions() -> dict[str, str]:
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
+
+
+def prompt_facts(chat_template: str | None, stop_ids: Iterable[int]) -> dict[str, Any]:
+    """How prompts were written and answers ended: JSON-able.
+
+    Args:
+        chat_template: the template's text; None = prompts are plain text.
+        stop_ids: tokens that end an answer; none where answers are scored and not generated.
+    """
+    return {"chat_template": chat_template, "stop_ids": sorted(set(stop_ids))}
+
+
+SCORED_TEXTS = prompt_facts(None, ())
+"""Of our own tasks: they put no template around their texts, and score given answers."""
 
 
 def weights_sha256(model: torch.nn.Module) -> str:

@@ -122,6 +122,20 @@ def test_questions_about_a_document_run_with_the_prefix_cache_and_without(capsys
     assert err.count("with the prefix cache first token of a hit") == 2
 
 
+def test_the_dense_baseline_runs_with_the_prefix_cache_and_without_too(capsys, monkeypatch):
+    """A gain over a baseline without one would be the prefix cache's, not the sparse cache's."""
+    load = ["--shared-prefix-len", "64", "--num-questions", "4", "--num-requests", "8", "--concurrency", "1"]
+    code, out, _ = run(capsys, monkeypatch, *SMALL, *METHOD, *load, "--engine", "dense,sparse", "--json", "-")
+    assert code == 0
+    report = json.loads(out)
+    runs = {(figures["engine"], figures["prefix_caching"]): figures["prefix"] for figures in report["runs"]}
+    assert list(runs) == [("dense", False), ("dense", True), ("sparse", False), ("sparse", True)]
+    # Of a dense prompt the last row alone is computed in any case.
+    assert runs["dense", True]["cached_tokens"] == 6 * 64 > runs["sparse", True]["cached_tokens"] > 0
+    assert runs["dense", False]["cached_tokens"] == runs["sparse", False]["cached_tokens"] == 0
+    assert [gain["engine"] for gain in report["prefix_gains"]] == ["dense", "sparse"]
+
+
 def test_a_load_without_shared_prefixes_hits_nothing_in_any_case(capsys, monkeypatch):
     arguments = ["--concurrency", "1,2", "--num-requests", "4", "--engine", "sparse", "--json", "-"]
     for option, caching in (([], True), (["--no-prefix-caching"], False)):

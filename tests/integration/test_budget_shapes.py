@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hf_sparsekv as skv
-from evals.budget_shapes import UNIFORM, Reader, check_scorers, layouts_of, rows_of
+from evals.budget_shapes import UNIFORM, Reader, check_scorers, layouts_of, rows_of, summary
 from evals.scoring import SparseScorer
 from evals.tasks.measure import outcome
 from evals.tasks.samples import AWARE, CHOICE, EXACT, NLL, Sample
@@ -100,3 +100,9 @@ def test_rows_compare_with_equal_budgets_on_the_same_samples(profile):
     assert rows[1]["nll_difference_to_uniform"]["value"] == 0.0
     assert rows[2]["nll_difference_to_uniform"]["value"] == 0.75
     assert rows[2]["perplexity"]["value"] == pytest.approx(torch.tensor(2.25).exp().item(), rel=1e-5)
+
+
+def test_a_report_says_what_made_it_and_how_prompts_were_written(profile):
+    report = summary([profile], [sample()], [[1.0, 2.0, 2.5]], layouts_of(0, profile, 3, 4)[:2])
+    assert {"hf_sparsekv", "torch", "transformers"} <= set(report["versions"])
+    assert report["prompts"] == {"chat_template": None, "stop_ids": []}

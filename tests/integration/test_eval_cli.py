@@ -12,6 +12,7 @@ import pytest
 
 from hf_sparsekv.cli import eval as eval_module
 from hf_sparsekv.cli.app import main
+from hf_sparsekv.config import SparseKVConfig
 from hf_sparsekv.errors import InputError
 from hf_sparsekv.testing.models import byte_tokenizer, tiny_llama
 
@@ -61,6 +62,7 @@ def test_methods_meet_the_ratio_in_measured_bytes(run):
     report = read("r.json")
     assert report["kind"] == "eval" and report["date"]
     assert "Newcombe" in report["suites"]["offline"]["intervals"]
+    assert report["suites"]["offline"]["prompts"] == {"chat_template": None, "stop_ids": []}
     assert report["command"][:4] == ["eval", "-m", report["suites"]["offline"]["model"]["name"], "-t"]
     places = {(row["task"], row["mode"]) for row in report["rows"]}
     assert places == {("needle", "aware"), ("needle", "agnostic"), ("perplexity", "agnostic")}
@@ -223,12 +225,18 @@ def tasks(tmp_path):
     return str(folder)
 
 
+PLAIN_PROMPTS = {"chat_template": None, "stop_ids": [2, 220]}
+"""The model ends an answer by 2, the harness by what the tokenizer ends a text with."""
+
+
 @pytest.mark.filterwarnings("ignore")  # lm-eval's and its dependencies' own
 def test_tasks_of_lm_eval_are_paired_with_the_dense_cache(run, tasks, monkeypatch):
     method = ["--method", "tova", "--compression", "2", "--include-path", tasks, "--limit", "3", "--json", "r.json"]
     code, out, _ = run("-t", "long_contexts,short_contexts", *method)
     assert code == 0
     dense, tova, *short = read("r.json")["rows"]
+    prompts = read("r.json")["suites"]["lm-eval"]["prompts"]
+    assert prompts == {name: PLAIN_PROMPTS for name in ("long_contexts", "short_contexts")}
     assert (dense["task"], dense["config"], dense["num_samples"], dense["compression"]) == (
         "long_contexts",
         "dense",
@@ -253,6 +261,22 @@ def test_tasks_of_lm_eval_are_paired_with_the_dense_cache(run, tasks, monkeypatc
     first = read("r.json")["rows"]
     assert run("-t", "long_contexts,short_contexts", *method)[0] == 0
     assert read("r.json")["rows"] == first
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_figures_say_how_prompts_were_written_and_what_ended_answers(tasks):
+    evaluate = importlib.import_module("evals.harness").evaluate
+    model, tokenizer, config = tiny_llama(num_layers=2), byte_tokenizer(), SparseKVConfig(budget=64)
+    options = {"include_path": tasks, "include_defaults": False, "limit": 1, "bootstrap_iters": 0}
+    options["model_options"] = {"tokenizer": tokenizer}
+    plain = evaluate(model, "long_contexts", config, **options)
+    assert plain["prompts"] == PLAIN_PROMPTS
+    model.generation_config.eos_token_id = [9, 2]
+    tokenizer.chat_template = "<{% for message in messages %}{{ message['content'] }}{% endfor %}>"
+    templated = evaluate(model, "long_contexts", config, apply_chat_template=True, **options)
+    assert templated["prompts"] == {"chat_template": tokenizer.chat_template, "stop_ids": [2, 9, 220]}
+    contexts = [figures["samples"]["long_contexts"][0]["arguments"][0][0] for figures in (plain, templated)]
+    assert contexts[1] == f"<{contexts[0]}>"
 
 
 @pytest.mark.filterwarnings("ignore")

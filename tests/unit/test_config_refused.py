@@ -107,6 +107,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     # names
     ("unknown", {"bugdet": 5}, "unknown option 'bugdet': did you mean 'budget'"),
+    ("ratio", {"ratio": 0.5}, "unknown option .ratio.: options are preset, .*budget"),
+    ("compression-ratio", {"compression_ratio": 0.5}, "unknown option .compression_ratio.: options are .*budget"),
     # scoring
     ("pooling", {"pooling": "mean"}, "unknown pooling 'mean': choose one of avg, max, forward, none"),
     ("rows", {"row_reduction": "sum"}, "unknown row_reduction 'sum': choose one of mean, max"),

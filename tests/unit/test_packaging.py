@@ -213,7 +213,10 @@ def test_a_source_distribution_has_what_a_build_with_kernels_needs(tmp_path, mon
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "kernels").rglob("*.[ch]*") if "build" not in path.parts}
     assert len(sources) > 30
-    assert sources | {"hatch_build.py", "kernels/build.py", "kernels/wheel.py", "pyproject.toml", "LICENSE"} <= files
+    assert (
+        sources | {".ci/run", "hatch_build.py", "kernels/build.py", "kernels/wheel.py", "pyproject.toml", "LICENSE"}
+        <= files
+    )
     assert not [name for name in files if name.startswith("kernels/build/") or name.endswith((".o", ".so", ".pyc"))]
     monkeypatch.setenv(hook.BUILD_VARIABLE, "0")
     wheels = [

@@ -4,6 +4,7 @@ Guards against results of another model, configuration or text taken for one's o
 never evicted, and against values that are not the model's.
 """
 
+import copy
 import itertools
 import json
 import math
@@ -17,6 +18,7 @@ from evals.sample_groups import by_document, outcomes_of
 from evals.scoring import SparseScorer
 from evals.shared_samples import measure_part
 from evals.tasks.catalog import TASKS, samples_of
+from evals.tasks.essay import EssayTokens
 from evals.tasks.lines import sample_parts
 from evals.tasks.measure import context_of, outcome
 from evals.tasks.samples import AGNOSTIC, AWARE, NO_CONTEXT
@@ -146,6 +148,7 @@ def test_every_sample_is_measured_once_and_summed_up(go, samples, tmp_path):
     assert summary["model"] == header["model"]
     assert {"weights_sha256", "dtype", "device", "device_name"} <= set(summary["model"])
     assert set(summary["versions"]) >= {"torch", "transformers", "hf_sparsekv"}
+    assert summary["prompts"] == {"chat_template": None, "stop_ids": []}
     values = {tuple(line["id"].split("|")): line for line in lines}
     for row in summary["rows"]:
         place = [row[name] for name in ("task", "budget_tokens", "mode", "half")]
@@ -168,6 +171,14 @@ def test_every_sample_is_measured_once_and_summed_up(go, samples, tmp_path):
         assert row["mean_cache_bytes"] == pytest.approx(sum(line[bytes_key] for line in found) / len(found))
         assert (row["compression"] > 2) == (row["config"] == "small")
     json.dumps(summary, allow_nan=False)
+
+
+def test_no_chat_template_is_put_around_a_sample(tokenizer, text, samples):
+    """The report says that there is none."""
+    templated = copy.deepcopy(tokenizer)
+    templated.chat_template = "{% for message in messages %}<|{{ message['content'] }}|>{% endfor %}"
+    made = samples_of(["needle", "document_qa"], EssayTokens(text.essay, templated), lengths=[700], seeds=[0, 1])
+    assert made[::5] == samples[: len(made[::5])]
 
 
 def test_a_stopped_run_goes_on_after_a_torn_line(go, tmp_path, monkeypatch):
