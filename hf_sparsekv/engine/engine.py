@@ -22,6 +22,7 @@ from hf_sparsekv.engine.block_pool import BlockPool
 from hf_sparsekv.engine.config import EngineConfig
 from hf_sparsekv.engine.groups import Groups
 from hf_sparsekv.engine.inflight import BAD_LOGITS, HostTokens, InFlight
+from hf_sparsekv.engine.interrupts import holding_interrupts, one_step
 from hf_sparsekv.engine.memory import MemoryPlan
 from hf_sparsekv.engine.metrics import EngineMetrics
 from hf_sparsekv.engine.output import RequestOutput
@@ -95,10 +96,9 @@ class Engine(Uncopied):
     def _initialise(self, kv_bytes: int) -> None:
         """Share the memory out, and reserve it."""
         model, shape, options = self.model, self._shape, self.options
-        dense = SparseKVConfig(num_full_layers=shape.num_layers)
         self.memory = memory = MemoryPlan.build(
             LayerPlan.build(self.config, shape),
-            LayerPlan.build(dense, shape),
+            LayerPlan.build(SparseKVConfig(num_full_layers=shape.num_layers), shape),
             options,
             kv_bytes=kv_bytes,
             element_bytes=model.dtype.itemsize,
@@ -137,6 +137,7 @@ class Engine(Uncopied):
 
     # --- requests -----------------------------------------------------------------------------------------------
 
+    @holding_interrupts
     def add_request(
         self,
         prompt: Prompt,
@@ -185,6 +186,7 @@ class Engine(Uncopied):
             self._scheduler.abort(request.request_id)  # no memory for the rows of its configuration
             raise
 
+    @holding_interrupts
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; what it had so far, or None when no such request is live."""
         if self.thread.is_elsewhere:
@@ -197,6 +199,7 @@ class Engine(Uncopied):
         self.thread.note_aborted(output)
         return output
 
+    @holding_interrupts
     def _abort_all(self) -> None:
         for request_id in list(self._tracker):
             self.abort(request_id)
@@ -278,19 +281,17 @@ class Engine(Uncopied):
     def step(self) -> list[RequestOutput]:
         """Launch one forward pass, then read the tokens of the one before; outputs of requests that moved on.
 
-        What no request alone can be blamed for (a forward pass that raises, an interrupt) ends all of them and goes on.
+        What no request alone can be blamed for ends all of them: a pass that raises, or Ctrl-C, at the step's end.
         """
         self._check_open("step()")
-        if not self._stepping.acquire(blocking=False):
-            raise RequestError("step() while another thread is in it: let one thread step, or use stream()")
-        try:
-            before, self._in_flight = self._in_flight, self._launch()
-            outputs = [] if before is None else self._collect(before)
-        except BaseException:
-            self._abort_all()  # what comes next counts on tokens that are lost
-            raise
-        finally:
-            self._stepping.release()
+        with one_step(self._stepping) as interrupts:
+            try:
+                before, self._in_flight = self._in_flight, self._launch()
+                outputs = [] if before is None else self._collect(before)
+                interrupts.raise_noted()
+            except BaseException:
+                self._abort_all()  # what comes next counts on tokens that are lost
+                raise
         if self._in_flight is not None and not self._scheduler.has_unfinished:
             self._in_flight = None  # nobody waits for its tokens
         return outputs

@@ -30,14 +30,14 @@ def blocks_for(tokens: int, block_size: int) -> int:
 class _LayerTables:
     """A block table for each layer: the rows of one array, each as far as its count says."""
 
-    def __init__(self, num_layers: int, width: int) -> None:
-        self._shape = num_layers, width
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
         self.clear()
 
     def clear(self) -> None:
         """Make all tables empty, without memory of their own."""
-        self.counts = [0] * self._shape[0]
-        self.rows: Blocks = np.empty((self._shape[0], 0), dtype=np.int32)
+        self.counts = [0] * self._num_layers
+        self.rows: Blocks = np.empty((self._num_layers, 0), dtype=np.int32)
 
     def __getitem__(self, layer: int) -> Blocks:
         """int32 [count], a view."""
@@ -45,14 +45,14 @@ class _LayerTables:
 
     def begin(self, layers: Sequence[int], blocks: Blocks) -> None:
         """Fill tables that are all empty with blocks int32 [len(layers), count]."""
-        self._reserve()
+        self.reserve(blocks.shape[1])
         self.rows[layers, : blocks.shape[1]] = blocks
         for layer in layers:
             self.counts[layer] = blocks.shape[1]
 
     def extend(self, counts: Sequence[int], blocks: Blocks) -> Blocks:
         """Take the first blocks, layer by layer, until every table has its count; those that are left over."""
-        self._reserve()
+        self.reserve(max(counts))
         first = 0
         for row, old, new in zip(self.rows, self.counts, counts, strict=True):
             if new > old:
@@ -71,9 +71,16 @@ class _LayerTables:
         """The tables, a copy."""
         return [self[layer].tolist() for layer in range(len(self.counts))]
 
-    def _reserve(self) -> None:
-        if self.rows.shape != self._shape:
-            self.rows = np.empty(self._shape, dtype=np.int32)
+    def reserve(self, width: int) -> None:
+        """Make room for tables of so many blocks.
+
+        Room for the longest request from the beginning would be gigabytes where a million tokens may be generated.
+        """
+        old = self.rows.shape[1]
+        if width > old:
+            rows = np.empty((self._num_layers, max(width, 2 * old)), dtype=np.int32)  # doubled: seldom copied
+            rows[:, :old] = self.rows
+            self.rows = rows
 
 
 class RequestTables:
@@ -95,9 +102,8 @@ class RequestTables:
     ) -> None:
         self.prompt_length, self.max_length, self.block_size = prompt_length, max_length, block_size
         self.prefix = NO_PREFIX
-        width = blocks_for(max_length, block_size)
-        self._own_tables = _LayerTables(len(plan.layers), width)
-        self._staging_tables = _LayerTables(len(plan.layers), width)
+        self._own_tables = _LayerTables(len(plan.layers))
+        self._staging_tables = _LayerTables(len(plan.layers))
         # A layer either has a fixed number of slots, or as many as tokens were seen, less an offset.
         self._fixed_slots: dict[int, int] = {}
         self._offsets: dict[int, int] = {}
@@ -223,9 +229,10 @@ class RequestTables:
         shortest = min([own.counts[i] for i in self.full_layers] + [staging.counts[i] for i in self.window_layers])
         if shortest == 0:
             return None
-        result = own.rows[:, :shortest].copy()
-        if self.window_layers:
-            result[self.window_layers] = staging.rows[self.window_layers, :shortest]
+        result = np.empty((len(own.counts), shortest), dtype=np.int32)
+        for layers, tables in ((self.full_layers, own), (self.window_layers, staging)):
+            if layers:
+                result[layers] = tables.rows[layers, :shortest]
         return result
 
     def grow(self, pool: BlockPool, length: int) -> list[tuple[int, int, int]]:
@@ -246,6 +253,7 @@ class RequestTables:
             for index in range(own.counts[layer], blocks_for(length - offset, size))
         ]
         free: list[int] = pool.allocate(len(places)).tolist()
+        own.reserve(max(self._num_own_blocks(layer, length) for layer in self._offsets))
         for (layer, index), block in zip(places, free, strict=True):
             own.rows[layer, index] = block
             own.counts[layer] = index + 1

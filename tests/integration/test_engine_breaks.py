@@ -1,5 +1,6 @@
 """The engine under what callers do to it: interrupts, threads, inference mode, scorers that change."""
 
+import signal
 import threading
 
 import pytest
@@ -8,6 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_sparsekv as skv
 from hf_sparsekv.engine.inflight import InFlight
+from hf_sparsekv.engine.scheduler import Scheduler
+from hf_sparsekv.engine.tables import _LayerTables
+from hf_sparsekv.engine.tracker import Tracker
 from hf_sparsekv.testing.models import tiny_llama
 
 OPTIONS = skv.EngineConfig(kv_memory_bytes=8 << 20, max_num_seqs=4, max_batch_tokens=128, max_model_len=128)
@@ -46,6 +50,35 @@ def test_an_interrupt_while_tokens_are_read_ends_every_request(model, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             drain(engine)
         assert not engine.has_unfinished
+        assert tokens(engine) == expected
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (_LayerTables, "extend"),  # blocks that are taken and in no table yet
+        (Scheduler, "_release"),  # a request that has ended and holds its blocks still
+        (Tracker, "add"),  # a request that is queued and unknown to whoever would end it
+    ],
+)
+def test_ctrl_c_in_the_middle_of_the_books_waits_for_their_end(model, monkeypatch, owner, name):
+    with skv.Engine(model, CONFIG, OPTIONS) as engine:
+        expected = tokens(engine)
+        with monkeypatch.context() as patch:
+            method, calls = getattr(owner, name), []
+
+            def interrupted(*args):
+                calls.append(args)
+                if len(calls) == 1:  # a second one would be raised at once
+                    signal.raise_signal(signal.SIGINT)
+                return method(*args)
+
+            patch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate([PROMPT, PROMPT[:7]], GREEDY)
+        assert not engine.has_unfinished
+        assert engine._blocks.num_free == engine._blocks.num_usable
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert tokens(engine) == expected
 
 

@@ -111,3 +111,30 @@ def test_released_tables_can_be_filled_again():
     tables.allocate(pool, 7, staged=False)
     assert counts(tables) == ([2, 2], [0, 0])
     assert tables.growth(9) == 1
+
+
+@pytest.mark.parametrize("budgets", [[6] * 8, [FULL] + [6] * 7])
+def test_tables_take_memory_for_what_a_request_holds_not_for_what_it_may_generate(budgets):
+    tables, pool = RequestTables(layer_plan(budgets), 10, 1_000_000, 4), BlockPool(2000)
+    tables.allocate(pool, 11, staged=True)
+    for length in (*range(12, 100), 1000):
+        tables.grow(pool, length)
+        widest = max(map(len, tables.blocks))
+        assert tables._own_tables.rows.shape[1] <= 2 * widest
+    assert tables._staging_tables.rows.shape[1] == 3
+    assert sorted(block for table in tables.blocks + tables.staging for block in table) == sorted(
+        set(range(1, 2000)) - set(pool._free.tolist())
+    )
+
+
+@pytest.mark.parametrize("budgets", [[6, 6], [FULL, 6], [FULL, FULL]])
+def test_the_blocks_of_a_prompt_in_order_are_staging_where_a_layer_keeps_a_part(budgets):
+    tables, pool = RequestTables(layer_plan(budgets), 20, 30, 4), BlockPool(64)
+    tables.allocate(pool, 21, staged=True)
+    expected = [
+        own if budget is FULL else staged
+        for budget, own, staged in zip(budgets, tables.blocks, tables.staging, strict=True)
+    ]
+    in_order = tables.in_order()
+    assert in_order.tolist() == [table[: in_order.shape[1]] for table in expected]
+    assert in_order.shape[1] == min(map(len, expected))
