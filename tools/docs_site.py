@@ -3,9 +3,10 @@
 `mkdocs.yml` names this file as a hook. Pages ask for the rest with comments, which GitHub does not show:
 
     <!-- section:kernels/README.md#Build -->      what stands under that heading
-    <!-- serving:serving_published_h200 -->                 a table of `evals/results/serving_published_h200.json`
-    <!-- equal:serving_published_h200 -->                   its engines side by side at an equal batch
+    <!-- serving:serving_published_h200 -->        a table of `evals/results/serving_published_h200.json`
+    <!-- equal:serving_published_h200 -->          its engines side by side at an equal batch
     <!-- shapes:budget_shapes_needle -->          likewise, of a comparison of budget shapes
+    <!-- modes:decode_modes_needle -->            likewise, of decode modes over long texts
     <!-- parallel:parallel_tp1 parallel_tp2 -->   one model on several GPUs, against the same on one
     <!-- notebooks:notebooks -->                  the notebooks of a folder, each with its first paragraph
     <!-- scorers:3 -->                            the reference of every registered scorer, under headings of that level
@@ -36,7 +37,7 @@ SITE_RESULTS = "benchmarks/results/"
 SHOWN_RESULTS = (".json", ".png", ".svg")
 
 _MARKER = re.compile(
-    r"<!-- (?P<kind>section|serving|equal|shapes|parallel|notebooks|scorers|commands):(?P<argument>.+?) -->"
+    r"<!-- (?P<kind>section|serving|equal|shapes|modes|parallel|notebooks|scorers|commands):(?P<argument>.+?) -->"
 )
 _FOR_HOST = re.compile(r"<!-- host -->.*?<!-- /host -->\n*", re.DOTALL)
 _FORMULA = re.compile(
@@ -333,6 +334,25 @@ def shapes_table(report: Mapping[str, Any]) -> str:
     return f"{_markdown(heads, rows)}\n```\n{report['command']}\n```{note}\n"
 
 
+def modes_table(report: Mapping[str, Any]) -> str:
+    """Markdown: the rows of `python -m evals.decode_modes --json`, one for each place and configuration."""
+    is_accuracy = any("accuracy" in row for row in report["rows"])
+    figure, difference = ("accuracy", "difference") if is_accuracy else ("perplexity", "nll_difference")
+    heads = ("told", "configuration", "cache, bytes", figure, f"{difference.replace('_', ' ')} from dense", "n")
+    rows = [
+        (
+            row["told"],
+            row["config"],
+            f"{row['cache_bytes']:,}",
+            _interval(row[figure], ""),
+            _interval(row[difference], "+"),
+            str(row["num_samples"]),
+        )
+        for row in report["rows"]
+    ]
+    return f"{_markdown(heads, rows)}\n```\n{report['command']}\n```\n"
+
+
 def _profile(report: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     if "profile" not in row:
         return "-"
@@ -361,4 +381,5 @@ _TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "serving": serving_table,
     "equal": equal_table,
     "shapes": shapes_table,
+    "modes": modes_table,
 }
