@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "evals" / "results"
 SITE_RESULTS = "benchmarks/results/"
 """Where the site has the files of `RESULTS`."""
-SHOWN_RESULTS = (".json", ".png", ".svg")
+SHOWN_RESULTS = (".csv", ".json", ".png", ".svg")
 
 _MARKER = re.compile(
     r"<!-- (?P<kind>section|serving|equal|shapes|modes|parallel|notebooks|scorers|commands):(?P<argument>.+?) -->"
