@@ -37,7 +37,7 @@ from evals.tasks.stats import ITSELF, mean_interval, perplexity, share, share_di
 from hf_sparsekv.bench.machine import commit
 from hf_sparsekv.bench.program import ended
 from hf_sparsekv.cli.bench_options import check_writable
-from hf_sparsekv.cli.loading import load_weights, open_model
+from hf_sparsekv.cli.loading import ModelSource, load_weights, open_model
 from hf_sparsekv.cli.options import read_text
 from hf_sparsekv.errors import ConfigError, InputError
 from hf_sparsekv.hf.models import model_shape, rope_inv_freq
@@ -175,6 +175,26 @@ class Reader:
         return torch.stack(heads)
 
 
+def essay_samples(
+    source: ModelSource, console: Console, *, tasks: str, essay: str, **grid: Any
+) -> tuple[EssayTokens, list[Sample]]:
+    """An essay in a model's tokens, and the samples of tasks in it that have a context and a score known here.
+
+    Args:
+        source: whose tokenizer counts.
+        console: what is said while the essay is fetched.
+        tasks: names between commas.
+        essay: one of `SOURCES`.
+        grid: as `samples_of` takes it.
+    Raises:
+        InputError: no such task, or one that is scored otherwise.
+    """
+    text = EssayTokens(load_essay(essay, progress=console.print), source.tokenizer)
+    samples = [s for s in samples_of(tasks.split(","), text, **grid) if s.mode != NO_CONTEXT]
+    check_scorers(samples)
+    return text, samples
+
+
 def check_scorers(samples: Sequence[Sample]) -> None:
     """Refuse tasks whose answers are scored otherwise than `value_of` does.
 
@@ -233,10 +253,8 @@ def _measure(args: argparse.Namespace) -> None:
     check_writable(args.json)
     profiles = [skv.profile.Profile.from_json(read_text(path)) for path in args.profiles]
     source = open_model(args.model, trust_remote_code=False, console=console)
-    text = EssayTokens(load_essay(args.essay, progress=console.print), source.tokenizer)
-    options = {"lengths": args.lengths, "seeds": args.seeds, "modes": args.modes.split(",")}
-    samples = [s for s in samples_of(args.tasks.split(","), text, **options) if s.mode != NO_CONTEXT]
-    check_scorers(samples)
+    grid = {"lengths": args.lengths, "seeds": args.seeds, "modes": args.modes.split(",")}
+    text, samples = essay_samples(source, console, tasks=args.tasks, essay=args.essay, **grid)
     model = load_weights(source, dtype=args.dtype, device="cpu", console=console)
     layouts = [
         layout

@@ -25,11 +25,10 @@ from tqdm import trange
 from transformers import PreTrainedModel
 
 import hf_sparsekv as skv
-from evals.budget_shapes import check_scorers, value_of
-from evals.tasks.catalog import samples_of
-from evals.tasks.essay import SOURCES, EssayTokens, load_essay
+from evals.budget_shapes import essay_samples, value_of
+from evals.tasks.essay import SOURCES
 from evals.tasks.provenance import SCORED_TEXTS, model_facts, versions
-from evals.tasks.samples import AGNOSTIC, NLL, NO_CONTEXT, Sample
+from evals.tasks.samples import AGNOSTIC, NLL, Sample
 from evals.tasks.stats import mean_interval, perplexity, share, share_difference
 from hf_sparsekv.bench.machine import commit
 from hf_sparsekv.bench.program import at_least, ended
@@ -148,11 +147,8 @@ def _measure(args: argparse.Namespace) -> None:
     console = Console(stderr=True)
     check_writable(args.json)
     source = open_model(args.model, trust_remote_code=False, console=console)
-    text = EssayTokens(load_essay(args.essay, progress=console.print), source.tokenizer)
-    tasks = args.tasks.split(",")
-    options = {"lengths": args.lengths, "seeds": args.seeds, "modes": [AGNOSTIC]}
-    samples = [s for s in samples_of(tasks, text, **options) if s.mode != NO_CONTEXT]
-    check_scorers(samples)
+    grid = {"lengths": args.lengths, "seeds": args.seeds, "modes": [AGNOSTIC]}
+    text, samples = essay_samples(source, console, tasks=args.tasks, essay=args.essay, **grid)
     model = load_weights(source, dtype=args.dtype, device=args.device, console=console)
     skv.register()
     model.set_attn_implementation("sparsekv")
