@@ -7,10 +7,10 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields
-from sys import float_info
 from typing import Any, Self
 
 from hf_sparsekv.budget_plan import BudgetPlan, without_planned_options
+from hf_sparsekv.budget_values import Budget, check_budgets
 from hf_sparsekv.errors import ConfigError, shown
 from hf_sparsekv.ops.reference.select import MAX_POOL_WIDTH
 from hf_sparsekv.option_values import (
@@ -25,15 +25,15 @@ from hf_sparsekv.option_values import (
 from hf_sparsekv.presets import preset_options, without_preset_options
 from hf_sparsekv.scorers import Pooling, Scorer, build_scorer, describe_scorer
 from hf_sparsekv.scorers.base import DECODE_MODES, POOLINGS, REDUCTIONS
-from hf_sparsekv.scorers.checks import MAX_COUNT, check_int
+from hf_sparsekv.scorers.checks import check_fraction, check_int
 
 BUDGET_SHAPES = ("uniform", "pyramid", "calibrated")
 PREFILLS = ("exact", "bounded")
 DEFAULT_NUM_FULL_LAYERS = 0
 DEFAULT_BUDGET = 1024
 DEFAULT_CHUNK_TOKENS = 2048
-
-Budget = int | float | tuple[int | float, ...]
+MIN_DECAY = 1e-30
+"""Less would be 0 in fp32, and a token that decoding must not replace has a score that 0 times is no number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,9 @@ class SparseKVConfig:
     prompt's selection stays; "grow": nothing is evicted after the prompt. Default: the scorer's (replace_lowest)."""
     decay: float | None = None
     """Weight of the old score in each decode step, in [0, 1]. Default 1 - 1 / observation_window."""
+    prompt_share: float | None = None
+    """In "replace_lowest", the part of the free budget, in [0, 1], that the prompt's best-scored tokens hold for good,
+    however long the answer gets. Default: the scorer's, 0.5, or 0 where its paper says what decoding replaces."""
     prefill: str = "exact"
     """"exact": a window layer selects once, at the prompt's end; "bounded": after every `prefill_chunk_tokens`, so that
     it never holds more than its budget and a chunk: an approximation, what one chunk loses no later one sees."""
@@ -117,7 +120,7 @@ class SparseKVConfig:
         self._take_plan()
         self._check_layers()
         self._check_tokens()
-        self._check_budget()
+        check_budgets(self.budget, self.budget_shape, self.pyramid_beta, at_least=self.num_protected)
         self._check_scoring()
         self._check_decode()
         self._check_prefill()
@@ -168,6 +171,13 @@ class SparseKVConfig:
         return decay, 1.0 - decay if scorer.decode_gain is None else scorer.decode_gain
 
     @property
+    def pinned_share(self) -> float:
+        """`prompt_share` in force; 0 too where decoding keeps no scores, or forgets them at once."""
+        if self.decode_mode != "replace_lowest" or self.decode_weights[0] < MIN_DECAY:
+            return 0.0
+        return self.scorer_object.default_prompt_share if self.prompt_share is None else self.prompt_share
+
+    @property
     def chunk_tokens(self) -> int | None:
         """Tokens of a prompt between two selections; None = it selects once, at its end."""
         if self.prefill == "exact":
@@ -212,6 +222,7 @@ class SparseKVConfig:
             "decode": self.decode_mode,
             "decay": decay if self.decode_mode == "replace_lowest" else None,
             "gain": gain if self.decode_mode == "replace_lowest" else None,
+            "prompt_share": self.pinned_share if self.decode_mode == "replace_lowest" else None,
             "prefill_chunk_tokens": self.chunk_tokens,
         }
         return _jsonable(values)
@@ -260,6 +271,8 @@ class SparseKVConfig:
             options = {name: value for name, value in options.items() if name == "num_full_layers"}
         if self.pooling == "none":
             options.pop("pool_kernel_size", None)
+        if self.decode not in (None, "replace_lowest"):
+            options.pop("prompt_share", None)
         for name in options.keys() - given:
             object.__setattr__(self, name, options[name])
 
@@ -304,45 +317,6 @@ class SparseKVConfig:
                 f"to {self.observation_window} or lower observation_window"
             )
 
-    def _check_budget(self) -> None:
-        if self.pyramid_beta is not None:
-            if self.budget_shape != "pyramid":
-                raise ConfigError(
-                    f"pyramid_beta={shown(self.pyramid_beta)} has no effect with budget_shape={self.budget_shape!r}"
-                )
-            if not is_number(self.pyramid_beta) or not 1 <= self.pyramid_beta <= float_info.max:
-                raise ConfigError(f"pyramid_beta must be a finite number >= 1: got {shown(self.pyramid_beta)}")
-        budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
-        if isinstance(self.budget, tuple):
-            if not self.budget:
-                raise ConfigError("budget is an empty list: give one entry for each window layer")
-            if self.budget_shape == "pyramid":
-                raise ConfigError(f"budget_shape={self.budget_shape!r} has no effect with a list of budgets")
-        for budget in budgets:
-            self._check_one_budget(budget)
-
-    def _check_one_budget(self, budget: object) -> None:
-        if isinstance(budget, float):
-            if not 0.0 < budget < 1.0:
-                raise ConfigError(
-                    f"budget={budget} is not a fraction in (0, 1): give a fraction of the prompt, "
-                    "or whole tokens as an int (to keep everything, use full layers)"
-                )
-            return
-        if isinstance(budget, bool) or not isinstance(budget, int):
-            raise ConfigError(
-                f"budget must be an int (tokens), a float (fraction) or a list of these: got {shown(budget)}"
-            )
-        if budget > MAX_COUNT:
-            raise ConfigError(
-                f"budget must be at most {MAX_COUNT}: got {shown(budget)} (to keep everything, use full layers)"
-            )
-        if budget < self.num_protected:
-            raise ConfigError(
-                f"budget={shown(budget)} is smaller than num_sink_tokens + num_recent_tokens = {self.num_protected}: "
-                f"raise the budget to at least {self.num_protected}, or protect fewer tokens"
-            )
-
     def _check_scoring(self) -> None:
         check_choice("pooling", self.pooling, POOLINGS)
         check_choice("row_reduction", self.row_reduction, REDUCTIONS)
@@ -367,6 +341,17 @@ class SparseKVConfig:
                 raise ConfigError(f"decay must be a number in [0, 1]: got {shown(self.decay)}")
             if self.decode_mode != "replace_lowest":
                 raise ConfigError(f"decay={self.decay} has no effect with decode={self.decode_mode!r}")
+        if self.prompt_share is None:
+            return
+        check_fraction("prompt_share", self.prompt_share)
+        if self.decode_mode != "replace_lowest":
+            raise ConfigError(f"prompt_share={self.prompt_share} has no effect with decode={self.decode_mode!r}")
+        decay = self.decode_weights[0]
+        if self.prompt_share > 0 and decay < MIN_DECAY:
+            raise ConfigError(
+                f"prompt_share={self.prompt_share} has no effect with decay={decay}, which forgets every score at "
+                f"once: give a decay of at least {MIN_DECAY:g}, or leave prompt_share out"
+            )
 
     def _check_prefill(self) -> None:
         check_choice("prefill", self.prefill, PREFILLS, is_optional=False)

@@ -19,7 +19,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "pool_kernel_size": 21,
     },
     # The original: three full layers, the window's mean over rows, SnapKV's pooling (arXiv 2404.14469).
-    "published": {"num_full_layers": 3, "scorer": "snapkv"},
+    # While decoding it replaces whatever scores lowest, the prompt's tokens too.
+    "published": {"num_full_layers": 3, "scorer": "snapkv", "prompt_share": 0.0},
 }
 PRESET_OPTIONS = frozenset(name for options in PRESETS.values() for name in options) | {"full_layers", "scorer_options"}
 """What a preset decides: options of these names that came before it no longer count."""

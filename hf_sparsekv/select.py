@@ -160,6 +160,45 @@ def select_kept(
     return Kept(index, counts, kept_scores)
 
 
+def pin_prompt(scores: Tensor, counts: Tensor, budgets: Tensor, config: SparseKVConfig) -> Tensor:
+    """Let a prompt keep its share of the budget while decoding: its best-scored tokens get a score that never falls.
+
+    Decoding looks at little of a prompt at a time, and forgets the rest within a budget's length. What comes later may
+    ask for it all the same.
+
+    Args:
+        scores: fp32 [B, K, C], `Kept.scores`.
+        counts: int32 [B], tokens kept, the first of the C, in ascending order of position.
+        budgets: int32 [B], what the layer may hold, at least `counts`.
+        config: the share, sinks and recent tokens.
+    Returns:
+        fp32 [B, K, C]: infinity at that share of the places that are neither sinks' nor recent tokens', rounded down.
+        Recent tokens follow when the prompt has too few others, the oldest first: each of them
+        has looked at itself, so their scores say little.
+    """
+    share = config.pinned_share
+    if share == 0.0:
+        return scores
+    place = torch.arange(scores.shape[-1], device=scores.device)
+    num_kept = counts.long()[:, None, None]
+    is_recent = (place >= num_kept - config.num_recent_tokens).expand_as(scores)
+    is_out = ((place < config.num_sink_tokens) | (place >= num_kept)).expand_as(scores)
+    turn = torch.where(is_out, 2, is_recent.byte())
+    order = scores.masked_fill(turn > 0, 0.0).argsort(dim=-1, descending=True, stable=True)  # ties to the older token
+    order = order.gather(-1, turn.gather(-1, order).argsort(dim=-1, stable=True))
+    ladder = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
+    ranks = torch.empty_like(order).scatter_(-1, order, ladder)
+    num_pinned = ((budgets.long() - config.num_protected) * share).floor()[:, None, None]
+    return scores.masked_fill((ranks < num_pinned) & ~is_out, NEVER_EVICTED)
+
+
+def unpinned(scores: Tensor) -> Tensor:
+    """fp32 [B, K, C]: scores that decoding has left; tokens it could not replace get the highest of the others'."""
+    is_pinned = scores == NEVER_EVICTED
+    others = torch.nn.functional.pad(scores.masked_fill(is_pinned, 0.0), (0, 1))  # there may be none
+    return torch.where(is_pinned, others.amax(dim=-1, keepdim=True), scores)
+
+
 def decode_scores(retained: Tensor, is_kept: Tensor, positions: Tensor, config: SparseKVConfig) -> Tensor:
     """The score of each kept token on the scale that decoding goes on with.
 

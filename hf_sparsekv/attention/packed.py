@@ -20,7 +20,14 @@ from hf_sparsekv.ops.prefill_choice import gives_lse
 from hf_sparsekv.scorers import ScoreInputs, TwoLists
 from hf_sparsekv.scorers.base import ALL_HEADS, HeadShard
 from hf_sparsekv.scorers.checks import MAX_SCORE
-from hf_sparsekv.select import Kept, check_score_shapes, kept_raw_scores, select_kept, with_earlier_windows
+from hf_sparsekv.select import (
+    Kept,
+    check_score_shapes,
+    kept_raw_scores,
+    pin_prompt,
+    select_kept,
+    with_earlier_windows,
+)
 
 
 @dataclass(frozen=True)
@@ -366,25 +373,26 @@ def _lse_of_last(lse: Tensor | None, num_rows: int) -> Tensor | None:
 def _write_row(chunk: PromptChunk) -> None:
     """Positions, scores, lengths and first victims of a request that begins to decode, all layers at once."""
     rows, row, config = chunk.rows, chunk.row, chunk.rows.config
-    kept = [entry.slots for entry in chunk.kept]
-    device = kept[0].index.device
     budgets = torch.tensor([entry.budget for entry in chunk.kept], dtype=torch.int32)
-    positions = torch.cat([entry.positions.flatten() for entry in chunk.kept])
-    rows.set_slots(row, positions, torch.cat([k.scores.flatten() for k in kept]))
-    rows.slot_lengths[:, row] = torch.cat([k.counts for k in kept])
-    rows.slot_budgets[:, row] = to_device(budgets, device)
+    rows.slot_lengths[:, row] = torch.cat([entry.slots.counts for entry in chunk.kept])
+    rows.slot_budgets[:, row] = to_device(budgets, rows.slot_budgets.device)
     rows.slot_next[:, row] = chunk.seen
+    pinned = []
     for layers in _of_equal_capacity(chunk.kept):
         at = slice(layers[0].place.index, layers[-1].place.index + 1)
+        lengths, limits = rows.slot_lengths[at, row], rows.slot_budgets[at, row]
+        scores = pin_prompt(torch.cat([entry.slots.scores for entry in layers]), lengths, limits, config)
         rows.victims[at, row] = ops.find_victim(
-            torch.cat([entry.slots.scores for entry in layers]),
+            scores,
             torch.cat([entry.positions for entry in layers]).int(),
-            rows.slot_lengths[at, row],
-            rows.slot_budgets[at, row],
+            lengths,
+            limits,
             rows.slot_next[at, row],
             config.num_sink_tokens,
             config.num_recent_tokens,
         )
+        pinned.append(scores.flatten())
+    rows.set_slots(row, torch.cat([entry.positions.flatten() for entry in chunk.kept]), torch.cat(pinned))
 
 
 def _of_equal_capacity(kept: list[_KeptSlots]) -> list[list[_KeptSlots]]:

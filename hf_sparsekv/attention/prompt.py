@@ -15,7 +15,7 @@ from hf_sparsekv.cache.upload import to_device
 from hf_sparsekv.errors import CacheError, InputError
 from hf_sparsekv.plan import FULL_LAYER_BLOCK
 from hf_sparsekv.scorers import ScoreInputs, TwoLists
-from hf_sparsekv.select import check_scores, kept_raw_scores, select_kept, with_earlier_windows
+from hf_sparsekv.select import check_scores, kept_raw_scores, pin_prompt, select_kept, unpinned, with_earlier_windows
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def finish_chunk(layer: WindowLayer, scale: float, *, is_last: bool = False) -> 
         candidates = _gather(layer, rows)
         scores = _score(layer, candidates, scale, is_last)
         if fits:
-            remembered.append((rows, *_all_scores(layer, scores, candidates)))
+            remembered.append((rows, *_all_scores(layer, scores, candidates, budgets[rows])))
         else:
             store, raw_scores = _keep(layer, candidates, scores, budgets[rows], max(budgets))
             parts.append(store)
@@ -204,7 +204,7 @@ def _gather(layer: WindowLayer, rows: slice) -> _Candidates:
     order = slots.positions[rows, :, :stored].argsort(dim=-1)
     spread = order[..., None].expand(*order.shape, keys.shape[3])
     old_positions = slots.positions[rows, :, :stored].gather(-1, order).long()
-    carried = None if _holds_ages(layer) else slots.scores[rows, :, :stored].gather(-1, order)
+    carried = None if _holds_ages(layer) else unpinned(slots.scores[rows, :, :stored]).gather(-1, order)
     if layer.chunk_scores is not None:
         carried = layer.chunk_scores[rows, :, :stored]  # ascending already: nothing was decoded since
     return _Candidates(
@@ -224,7 +224,7 @@ def _carried_columns(layer: WindowLayer, rows: slice, columns: Tensor | slice) -
         return torch.nn.functional.pad(layer.chunk_scores, (0, missing))[rows][:, :, columns]
     if layer.column_scores is None or _holds_ages(layer):
         return None
-    return column_scores(layer)[rows][:, :, columns].clone()  # the scores will be written over
+    return unpinned(column_scores(layer)[rows][:, :, columns])  # a copy: the scores will be written over
 
 
 def _holds_ages(layer: WindowLayer) -> bool:
@@ -264,7 +264,8 @@ def _keep(
     kept = select_kept(scores, budget_tensor, capacity, candidates.positions, layer.config)
     pair = ops.compact(candidates.keys, candidates.values, kept.index)
     positions = candidates.positions.gather(-1, kept.index.clamp_min(0)).masked_fill(kept.index < 0, -1)
-    store = _new_store(layer, pair, positions, kept.scores, kept.counts, budgets, candidates.num_seen)
+    pinned = pin_prompt(kept.scores, kept.counts, budget_tensor, layer.config)
+    store = _new_store(layer, pair, positions, pinned, kept.counts, budgets, candidates.num_seen)
     return store, kept_raw_scores(scores, kept)
 
 
@@ -304,12 +305,15 @@ def _new_store(
     return SlotStore(*keys_values, positions, scores.contiguous(), counts, budget_tensor, victims, next_positions)
 
 
-def _all_scores(layer: WindowLayer, scores: Tensor | TwoLists, candidates: _Candidates) -> tuple[Tensor, Tensor]:
+def _all_scores(
+    layer: WindowLayer, scores: Tensor | TwoLists, candidates: _Candidates, budgets: list[int]
+) -> tuple[Tensor, Tensor]:
     """Of a prompt that fits, what decoding goes on with when it has to replace, and the next chunk; fp32 [B, K, N]."""
     batch, _, num_keys, _ = candidates.keys.shape
     everything = torch.full((batch,), num_keys, dtype=torch.int32, device=candidates.keys.device)
     kept = select_kept(scores, everything, num_keys, candidates.positions, layer.config)
-    return kept.scores, kept_raw_scores(scores, kept)
+    budget_tensor = to_device(torch.tensor(budgets, dtype=torch.int32), everything.device)
+    return pin_prompt(kept.scores, kept.counts, budget_tensor, layer.config), kept_raw_scores(scores, kept)
 
 
 def column_scores(layer: WindowLayer) -> Tensor:

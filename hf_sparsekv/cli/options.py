@@ -15,7 +15,8 @@ from hf_sparsekv.models_store import BUILTIN_ALIAS
 from hf_sparsekv.presets import without_preset_options
 
 if TYPE_CHECKING:
-    from hf_sparsekv.config import Budget, SparseKVConfig
+    from hf_sparsekv.budget_values import Budget
+    from hf_sparsekv.config import SparseKVConfig
 
 DEFAULT_MODEL = BUILTIN_ALIAS
 Number = TypeVar("Number", int, float)

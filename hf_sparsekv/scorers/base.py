@@ -70,6 +70,7 @@ class ScoreInputs:
     """fp32 [B, H, A], log-sum-exp of those rows where the attention backend returned it."""
     carried: Tensor | None = None
     """fp32 [B, K, N]: score that stored tokens kept from turns and decoding before, 0 for new ones; None at first.
+    Those that the prompt held for good have the highest of the others'.
     Between the chunks of a bounded prefill: the scorer's own scores, before pooling."""
     positions: Tensor | None = None
     """int64 [B, K, N]: position of every key; None when key j simply has position j."""
@@ -231,6 +232,8 @@ class Scorer(ABC):
     default_pooling: ClassVar[Pooling] = Pooling()
     default_row_reduction: ClassVar[str] = "mean"
     default_decode: ClassVar[str] = "replace_lowest"
+    default_prompt_share: ClassVar[float] = 0.5
+    """Part of the free budget that the prompt holds for good in `decode="replace_lowest"`."""
     decode_decay: ClassVar[float | None] = None
     """Decay of the score while decoding; None = 1 - 1 / observation_window."""
     decode_gain: ClassVar[float | None] = None

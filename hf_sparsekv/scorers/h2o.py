@@ -18,6 +18,7 @@ class H2O(Scorer):
     name = "h2o"
     queries = "all"
     uses_group_reduction = True
+    default_prompt_share = 0.0
     decode_decay = 1.0
     decode_gain = 1.0
 

@@ -29,6 +29,7 @@ class Keyformer(Scorer):
     name = "keyformer"
     queries = "all"
     uses_group_reduction = True
+    default_prompt_share = 0.0
     decode_decay = 1.0
     decode_gain = 1.0
 

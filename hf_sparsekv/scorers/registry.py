@@ -156,6 +156,7 @@ def _check_class(cls: type[Scorer]) -> None:
             f"{cls.__name__}.default_pooling is {pool!r}: make it a Pooling of kind {', '.join(POOLINGS)}, "
             f"its width odd, from 1 to {MAX_POOL_WIDTH}"
         )
+    check_fraction(f"{cls.__name__}.default_prompt_share", cls.default_prompt_share)
     if cls.decode_decay is not None:
         check_fraction(f"{cls.__name__}.decode_decay", cls.decode_decay)
     if cls.decode_gain is not None:

@@ -18,6 +18,7 @@ class TOVA(Scorer):
     name = "tova"
     queries = "last"
     uses_group_reduction = True
+    default_prompt_share = 0.0
     decode_decay = 0.0
     decode_gain = 1.0
 

@@ -127,6 +127,8 @@ def test_every_architecture_and_every_length_of_prompt(model):
         {"num_full_layers": None, "full_layers": [2, 0]},
         {"num_full_layers": None, "full_layers": []},
         {"num_sink_tokens": 0, "num_recent_tokens": 1, "observation_window": 1, "budget": 1},
+        {"budget": 30, "prompt_share": 1.0},
+        {"budget": [30, 13], "prompt_share": 0.0},
         {"decay": 0.5, "pooling": "max", "pool_kernel_size": 3, "group_reduction": "max"},
     ],
     ids=str,

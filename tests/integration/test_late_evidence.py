@@ -72,13 +72,14 @@ class Head:
 @pytest.mark.parametrize(
     ("options", "decay", "gain"),
     [
-        ({"scorer": "snapkv"}, 1 - 1 / 8, 1 / 8),
+        ({"scorer": "snapkv", "prompt_share": 0}, 1 - 1 / 8, 1 / 8),
+        ({"scorer": "snapkv", "prompt_share": 0.25}, 1 - 1 / 8, 1 / 8),
         ({"scorer": "snapkv", "decay": 0.5}, 0.5, 0.5),
         ({"scorer": "hybrid"}, 1 - 1 / 8, 1 / 8),
         ({"scorer": "h2o"}, 1.0, 1.0),
         ({"scorer": "tova"}, 0.0, 1.0),
     ],
-    ids=["default", "another decay", "two lists", "h2o", "tova"],
+    ids=["no share", "a quarter", "another decay", "two lists", "h2o", "tova"],
 )
 def test_what_stays_in_a_long_answer_is_what_its_tokens_attended_to(tiny_llama, prompt, options, decay, gain):
     """Against slots that are replaced by hand, by the weights of dense attention over what is kept."""

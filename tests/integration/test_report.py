@@ -169,6 +169,7 @@ def test_a_scorer_of_ones_own_appears_in_the_report(tiny_llama):
     class Newest(skv.Scorer):
         name = "newest"
         queries = "none"
+        default_prompt_share = 0.0
 
         def score(self, inputs):
             return inputs.key_positions().float() / inputs.num_seen

@@ -22,7 +22,13 @@ pytestmark = pytest.mark.usefixtures("registered")
 NAMES = [None, *(backend.name for backend in BACKENDS if backend.device != "cuda")]
 LENGTH, WINDOW = 90, 8
 CONFIG = skv.SparseKVConfig(
-    num_full_layers=0, budget=40, num_recent_tokens=8, observation_window=WINDOW, scorer="snapkv", pooling="none"
+    num_full_layers=0,
+    budget=40,
+    num_recent_tokens=8,
+    observation_window=WINDOW,
+    scorer="snapkv",
+    pooling="none",
+    prompt_share=0,
 )
 
 

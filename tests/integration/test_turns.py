@@ -103,6 +103,7 @@ def test_a_scorer_that_fails_once_leaves_the_prompt_open_and_counts_it_once(tiny
     class Moody(skv.Scorer):
         name = "moody"
         queries = "none"
+        default_prompt_share = 0.0
         fails = False
 
         def score(self, inputs):

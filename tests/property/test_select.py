@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_sparsekv import ScoreError, SparseKVConfig, ops
 from hf_sparsekv.scorers import TwoLists
-from hf_sparsekv.select import check_scores, decode_scores, select_kept
+from hf_sparsekv.select import check_scores, decode_scores, pin_prompt, select_kept, unpinned
 
 LAWS = settings(deadline=None, max_examples=60, derandomize=True)
 KV_HEADS = 2
@@ -259,11 +259,41 @@ def test_a_ring_goes_on_with_ages_and_freezes_what_the_scorer_says(kept, freezes
 
 
 @LAWS
+@given(retained_scores(), st.integers(0, 30), st.sampled_from([0.0, 0.25, 0.5, 0.99, 1.0]))
+def test_the_prompts_best_tokens_hold_their_share_of_the_budget(kept, num_free, share):
+    scores, is_kept, _ = kept
+    count, sinks, recent = int(is_kept[0, 0].sum()), BASE["num_sink_tokens"], BASE["num_recent_tokens"]
+    budget = sinks + recent + num_free
+    count = min(count, budget)
+    config = SparseKVConfig(**BASE | {"budget": budget}, scorer="snapkv", prompt_share=share)
+    pinned = pin_prompt(scores, int32([count]), int32([budget]), config)
+    for head in range(KV_HEADS):
+        before, after = scores[0, head].tolist(), pinned[0, head].tolist()
+        others = sorted(range(min(sinks, count), max(sinks, count - recent)), key=lambda i: (-before[i], i))
+        newest = range(max(sinks, count - recent), count)
+        expected = set([*others, *newest][: floor(share * num_free)])
+        assert {i for i, score in enumerate(after) if score == INF} == expected
+        assert all(after[i] == before[i] for i in range(len(after)) if i not in expected)
+
+
+@LAWS
+@given(retained_scores())
+def test_what_held_its_place_is_carried_on_with_the_highest_other_score(kept):
+    scores = kept[0]
+    pinned = scores.clone()
+    pinned[..., ::2] = INF
+    carried = unpinned(pinned)
+    assert torch.equal(carried[..., 1::2], scores[..., 1::2])
+    highest = scores[..., 1::2].amax(-1, keepdim=True).clamp_min(0) if scores.shape[-1] > 1 else torch.zeros(1)
+    assert torch.equal(carried[..., ::2], highest.expand_as(carried[..., ::2]))
+
+
+@LAWS
 @given(
     problems(), st.sampled_from(["snapkv", "keydiff", "hybrid"]), st.sampled_from(["replace_lowest", "ring", "grow"])
 )
 def test_a_layers_selection_always_leaves_a_victim_for_the_next_token(problem, scorer, decode):
-    """Full slots hold at least one token that is neither a sink, nor recent, nor frozen: decoding can go on."""
+    """Full slots hold at least one token that is neither a sink, nor recent, nor held for good: decoding can go on."""
     length, budget = max(1, *problem["lengths"]), problem["budgets"][0]
     primary = problem["scores"].nan_to_num(0.0)[:1, :, :length]
     scores = primary
@@ -277,11 +307,13 @@ def test_a_layers_selection_always_leaves_a_victim_for_the_next_token(problem, s
         num_recent_tokens=problem["recent"],
         observation_window=1,
         pooling="none",
+        **({"decay": 0.5, "prompt_share": problem["share"]} if decode == "replace_lowest" else {}),
     )
     kept = select_kept(scores, int32([budget]), problem["capacity"], None, config)
     positions = kept.index.to(torch.int32)
+    pinned = pin_prompt(kept.scores, kept.counts, int32([budget]), config)
     victims = ops.find_victim(
-        kept.scores, positions, kept.counts, int32([budget]), int32([length]), problem["sinks"], problem["recent"]
+        pinned, positions, kept.counts, int32([budget]), int32([length]), problem["sinks"], problem["recent"]
     )
     for head in range(KV_HEADS):
         victim = int(victims[0, head])
@@ -289,4 +321,4 @@ def test_a_layers_selection_always_leaves_a_victim_for_the_next_token(problem, s
             assert victim == length
         else:
             assert problem["sinks"] <= positions[0, head, victim] <= length - problem["recent"]
-            assert kept.scores[0, head, victim] < INF
+            assert pinned[0, head, victim] < INF

@@ -139,6 +139,31 @@ def test_decoding_moves_the_score_by_the_window_unless_told_otherwise(options, w
     assert SparseKVConfig(**options).decode_weights == pytest.approx(weights)
 
 
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ({}, 0.5),
+        ({"prompt_share": 0.2}, 0.2),
+        ({"preset": "question-in-window"}, 0.5),
+        ({"preset": "published"}, 0.0),
+        ({"preset": "published", "decode": "ring"}, 0.0),
+        ({"preset": "published", "prompt_share": 0.3}, 0.3),
+        ({"scorer": "h2o"}, 0.0),
+        ({"scorer": "h2o", "prompt_share": 0.4}, 0.4),
+        ({"scorer": "tova"}, 0.0),
+        ({"scorer": "tova", "decay": 0.9, "prompt_share": 1}, 1),
+        ({"decode": "ring"}, 0.0),
+        ({"decode": "grow"}, 0.0),
+        ({"decay": 0}, 0.0),
+        ({"decay": 0, "prompt_share": 0}, 0.0),
+    ],
+)
+def test_the_prompts_share_is_the_options_then_the_scorers_where_scores_decide(options, share):
+    config = SparseKVConfig(**options)
+    assert config.pinned_share == share
+    assert config.effective()["prompt_share"] == (share if config.decode_mode == "replace_lowest" else None)
+
+
 @pytest.mark.usefixtures("_registry")
 def test_a_decay_of_the_scorer_alone_leaves_the_rest_to_the_new_weight():
     class Slow(SnapKV):
@@ -198,6 +223,7 @@ EVERYTHING = SparseKVConfig(
     group_reduction="max",
     decode="replace_lowest",
     decay=0.25,
+    prompt_share=0.75,
 )
 
 

@@ -134,6 +134,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("decay-ring", {"decay": 0.5, "decode": "ring"}, "decay=0.5 has no effect with decode='ring'"),
     ("decay-grow", {"decay": 0.5, "decode": "grow"}, "decay=0.5 has no effect with decode='grow'"),
     ("decay-of-ring-scorer", {"decay": 0.5, "scorer": "streaming_llm"}, "decay=0.5 has no effect with decode='ring'"),
+    ("share-large", {"prompt_share": 1.5}, r"prompt_share must be a number in \[0, 1\]: got 1.5"),
+    ("share-nan", {"prompt_share": NAN}, r"prompt_share must be a number in \[0, 1\]: got nan"),
+    ("share-ring", {"prompt_share": 0.5, "decode": "ring"}, "prompt_share=0.5 has no effect with decode='ring'"),
+    ("share-grow", {"prompt_share": 0.0, "decode": "grow"}, "prompt_share=0.0 has no effect with decode='grow'"),
+    (
+        "share-of-what-is-forgotten",
+        {"prompt_share": 0.5, "scorer": "tova"},
+        "prompt_share=0.5 has no effect with decay=0.0, which forgets .*: give a decay of at least 1e-30",
+    ),
     # scorer
     ("scorer", {"scorer": "snapvk"}, "unknown scorer 'snapvk': did you mean 'snapkv'"),
     ("scorer-far", {"scorer": "xyzzy"}, "unknown scorer 'xyzzy': see the list .*snapkv"),

@@ -30,6 +30,7 @@ def scorer_class(**attributes):
         ("default_pooling", [Pooling("avg", 7.0), Pooling("avg", True), Pooling("avg", -1), Pooling("avg", "7")]),
         ("decode_decay", [NAN, INF, -0.1, 1.1, "1", True]),
         ("decode_gain", [NAN, INF, -1.0, 1e31, "1", False]),
+        ("default_prompt_share", [NAN, -0.1, 1.1, "1", None]),
         ("is_probability", [1, "no", None]),
         ("is_query_aware", ["yes"]),
         ("uses_row_reduction", [1]),
