@@ -2,9 +2,11 @@
 
     python -m evals.decode_modes --tasks needle --lengths 1024 --decoded 640 --budgets 128,256 --json out.json
 
-What `replace_lowest`, `ring` and `grow` do shows only when more is decoded than the budget holds. Samples are those of
-the offline tasks; their last tokens before the answer are fed as if the model had written them. So a fact that is told
-there is evidence that came late: it has no prompt's selection to keep it. Samples of a task go as one batch.
+What `replace_lowest`, `ring` and `grow` do, and the share of the budget that a prompt holds, shows only when more is
+decoded than the budget holds. Samples are those of the offline tasks; their last tokens before the answer are fed as if
+the model had written them. So a fact that is told there is evidence that came late: it has no prompt's selection to
+keep it. Two things are measured: the answers, and how well the decoded tokens themselves were predicted. Samples of a
+task go as one batch.
 
 Shapes: B sample, T decoded token, V vocabulary.
 """
@@ -12,7 +14,7 @@ Shapes: B sample, T decoded token, V vocabulary.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,10 @@ from hf_sparsekv.errors import InputError
 from hf_sparsekv.models_store import BUILTIN_ALIAS
 from hf_sparsekv.scorers.base import DECODE_MODES
 
-DENSE = "dense"
+DENSE, REPLACE = "dense", "replace_lowest"
+IN_PROMPT, WHILE_DECODING = "answers, told in the prompt", "answers, told while decoding"
+ANSWERS, DECODED_TEXT = "answers", "decoded text"
+_MODES = ("decode", "prompt_share")
 
 
 @dataclass(frozen=True)
@@ -47,16 +52,22 @@ class Decoded:
 
     values: list[float]
     """Of each sample, see `value_of`."""
+    text_nll: list[float]
+    """Of each sample's decoded tokens, in nats a token."""
     cache_bytes: int
     """Of the whole batch, at the end."""
 
 
-def configs_of(num_layers: int, budgets: Sequence[int], options: dict[str, Any]) -> dict[str, skv.SparseKVConfig]:
-    """The dense cache, then every mode at every budget."""
+def configs_of(
+    num_layers: int, budgets: Sequence[int], shares: Sequence[float], options: dict[str, Any]
+) -> dict[str, skv.SparseKVConfig]:
+    """The dense cache, then every mode at every budget, `replace_lowest` with each share of the prompt."""
     found = {DENSE: skv.SparseKVConfig(num_full_layers=num_layers)}
     for budget in budgets:
-        for mode in DECODE_MODES:
-            found[f"{mode}-{budget}"] = skv.SparseKVConfig(budget=budget, decode=mode, **options)
+        base = skv.SparseKVConfig(budget=budget, **options)
+        for part in shares:
+            found[f"{REPLACE} {part:g}-{budget}"] = base.with_(decode=REPLACE, prompt_share=part)
+        found |= {f"{mode}-{budget}": base.with_(decode=mode) for mode in DECODE_MODES if mode != REPLACE}
     return found
 
 
@@ -86,16 +97,19 @@ def decode(model: PreTrainedModel, config: skv.SparseKVConfig, samples: Sequence
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     cache = skv.SparseKVCache(model.config, config, prompt_length=width)
     logits: list[list[Tensor]] = [[] for _ in samples]
+    text_nll = []
     with torch.inference_mode():
-        _step(model, cache, torch.tensor(padded, device=model.device), mask)
+        logits_BV = _step(model, cache, torch.tensor(padded, device=model.device), mask)
         for step in trange(num_steps, desc="Tokens", leave=False):
+            if step < num_decoded:
+                text_nll.append(torch.nn.functional.cross_entropy(logits_BV.float(), fed_BT[:, step], reduction="none"))
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
             logits_BV = _step(model, cache, fed_BT[:, step : step + 1], mask)
             for row, answer in enumerate(answers):
                 if num_decoded - 1 <= step < num_decoded - 1 + len(answer):
                     logits[row].append(logits_BV[row])
     values = [value_of(s, torch.stack(one), answer) for s, one, answer in zip(samples, logits, answers, strict=True)]
-    return Decoded(values, cache.nbytes)
+    return Decoded(values, torch.stack(text_nll).mean(dim=0).tolist(), cache.nbytes)
 
 
 def _text_of(sample: Sample) -> tuple[int, ...]:
@@ -114,27 +128,44 @@ def _step(model: PreTrainedModel, cache: skv.SparseKVCache, ids: Tensor, mask: T
 def rows_of(
     samples: Sequence[Sample], found: dict[str, Decoded], configs: dict[str, skv.SparseKVConfig], num_decoded: int
 ) -> list[dict[str, Any]]:
-    """JSON-able: for each configuration, and place where the fact was told, the figure, and its difference to dense."""
-    is_nll = samples[0].scorer == NLL
+    """JSON-able: for each measure (see the constants) and configuration the figure, and its difference to dense."""
+    names = {None: ANSWERS, True: WHILE_DECODING, False: IN_PROMPT}
     told = [told_while_decoding(sample, num_decoded) for sample in samples]
     rows = []
     for place in dict.fromkeys(told):
         members = [i for i, one in enumerate(told) if one == place]
-        dense = np.array(found[DENSE].values)[members]
-        for name, decoded in found.items():
-            values = np.array(decoded.values)[members]
-            row: dict[str, Any] = {"task": samples[0].task, "config": name, "num_samples": len(members)}
-            row |= {"told": {None: "-", True: "while decoding", False: "in the prompt"}[place]}
-            row |= {"cache_bytes": decoded.cache_bytes, "dense_cache_bytes": found[DENSE].cache_bytes}
-            row |= {"decode": None if name == DENSE else configs[name].decode_mode}
-            if is_nll:
-                row |= {"perplexity": perplexity(values).to_dict()}
-                row |= {"nll_difference": mean_interval(values - dense).to_dict()}
-            else:
-                row |= {"accuracy": share(values).to_dict()}
-                row |= {"difference": share_difference(np.stack([dense, values], axis=1)).to_dict()}
-            rows.append(row)
+        rows += [
+            {"task": samples[0].task, "measure": names[place], "config": name}
+            | _facts_of(name, found, configs)
+            | _figures(found[name].values, found[DENSE].values, members, is_nll=samples[0].scorer == NLL)
+            for name in found
+        ]
+    everything = range(len(samples))
+    rows += [
+        {"task": samples[0].task, "measure": DECODED_TEXT, "config": name}
+        | _facts_of(name, found, configs)
+        | _figures(found[name].text_nll, found[DENSE].text_nll, everything, is_nll=True)
+        for name in found
+    ]
     return rows
+
+
+def _facts_of(name: str, found: dict[str, Decoded], configs: dict[str, skv.SparseKVConfig]) -> dict[str, Any]:
+    in_force = configs[name].effective()
+    modes = {"decode": None, "prompt_share": None} if name == DENSE else {k: in_force[k] for k in _MODES}
+    return modes | {"cache_bytes": found[name].cache_bytes, "dense_cache_bytes": found[DENSE].cache_bytes}
+
+
+def _figures(
+    values: Sequence[float], dense: Sequence[float], members: Sequence[int], *, is_nll: bool
+) -> dict[str, Any]:
+    """A share of right answers, or a perplexity, with its paired difference from the dense cache."""
+    own, base = (np.array(one)[list(members)] for one in (values, dense))
+    if is_nll:
+        figures = {"perplexity": perplexity(own), "nll_difference": mean_interval(own - base)}
+    else:
+        figures = {"accuracy": share(own), "difference": share_difference(np.stack([base, own], axis=1))}
+    return {"num_samples": len(members)} | {name: interval.to_dict() for name, interval in figures.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,7 +183,7 @@ def _measure(args: argparse.Namespace) -> None:
     model = load_weights(source, dtype=args.dtype, device=args.device, console=console)
     skv.register()
     model.set_attn_implementation("sparsekv")
-    configs = configs_of(model.config.num_hidden_layers, args.budgets, {"scorer": args.scorer})
+    configs = configs_of(model.config.num_hidden_layers, args.budgets, args.shares, {"scorer": args.scorer})
     facts: dict[str, Any] = {
         "kind": "decode_modes",
         "command": "python -m evals.decode_modes " + " ".join(sys.argv[1:]),
@@ -177,15 +208,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m evals.decode_modes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
+    def numbers_of(kind: type[int] | type[float]) -> Callable[[str], list[Any]]:
+        return lambda text: [kind(part) for part in text.split(",")]
 
     parser.add_argument("--model", default=BUILTIN_ALIAS, help="built-in alias, folder or hub id")
     parser.add_argument("--tasks", default="needle,perplexity")
-    parser.add_argument("--lengths", type=numbers, default=[1024])
-    parser.add_argument("--seeds", type=numbers, default=[1, 3], help="odd ones read the half of the report")
+    parser.add_argument("--lengths", type=numbers_of(int), default=[1024])
+    parser.add_argument("--seeds", type=numbers_of(int), default=[1, 3], help="odd ones read the half of the report")
     parser.add_argument("--decoded", type=at_least(1), default=640, help="tokens before the answer that are decoded")
-    parser.add_argument("--budgets", type=numbers, default=[128, 256])
+    parser.add_argument("--budgets", type=numbers_of(int), default=[128, 256])
+    parser.add_argument("--shares", type=numbers_of(float), default=[0.0, 0.25, 0.5, 0.75], help="that a prompt holds")
     parser.add_argument("--scorer", default="hybrid")
     parser.add_argument("--essay", choices=SOURCES, default="auto")
     parser.add_argument("--dtype", default="float32")

@@ -335,22 +335,22 @@ def shapes_table(report: Mapping[str, Any]) -> str:
 
 
 def modes_table(report: Mapping[str, Any]) -> str:
-    """Markdown: the rows of `python -m evals.decode_modes --json`, one for each place and configuration."""
-    is_accuracy = any("accuracy" in row for row in report["rows"])
-    figure, difference = ("accuracy", "difference") if is_accuracy else ("perplexity", "nll_difference")
-    heads = ("told", "configuration", "cache, bytes", figure, f"{difference.replace('_', ' ')} from dense", "n")
+    """Markdown: the rows of `python -m evals.decode_modes --json`, one for each measure and configuration."""
+    heads = ("measured", "configuration", "cache, bytes", "figure", "difference from dense", "n")
     rows = [
         (
-            row["told"],
+            f"{row['measure']}, {'accuracy' if 'accuracy' in row else 'perplexity'}",
             row["config"],
             f"{row['cache_bytes']:,}",
-            _interval(row[figure], ""),
-            _interval(row[difference], "+"),
+            _interval(row["accuracy"] if "accuracy" in row else row["perplexity"], ""),
+            _interval(row["difference"] if "difference" in row else row["nll_difference"], "+"),
             str(row["num_samples"]),
         )
         for row in report["rows"]
     ]
-    return f"{_markdown(heads, rows)}\n```\n{report['command']}\n```\n"
+    return (
+        f"{_markdown(heads, rows)}\nOf perplexity the difference is in nats a token.\n\n```\n{report['command']}\n```\n"
+    )
 
 
 def _profile(report: Mapping[str, Any], row: Mapping[str, Any]) -> str:

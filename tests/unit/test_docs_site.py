@@ -75,12 +75,14 @@ def test_rows_of_budget_shapes_say_their_length_where_they_have_one(site):
     assert "| aware, up to 1,024 tokens | - | - | dense | 1.000" in table
 
 
-def test_rows_of_decode_modes_say_where_the_fact_was_told(site):
-    figure = {"value": 1.0, "low": 0.9, "high": 1.0}
-    row = {"told": "while decoding", "config": "ring-128", "cache_bytes": 1234, "num_samples": 5}
-    row |= {"accuracy": figure, "difference": {"value": -0.5, "low": -0.9, "high": 0.1}}
-    table = site.modes_table({"rows": [row], "command": "python -m evals.decode_modes"})
-    assert "| while decoding | ring-128 | 1,234 | 1.000 [0.900, 1.000] | -0.500 [-0.900, +0.100] | 5 |" in table
+def test_rows_of_decode_modes_say_what_was_measured(site):
+    figure, difference = {"value": 1.0, "low": 0.9, "high": 1.0}, {"value": -0.5, "low": -0.9, "high": 0.1}
+    facts = {"config": "ring-128", "cache_bytes": 1234, "num_samples": 5}
+    answers = facts | {"measure": "answers", "accuracy": figure, "difference": difference}
+    text = facts | {"measure": "decoded text", "perplexity": figure, "nll_difference": difference}
+    table = site.modes_table({"rows": [answers, text], "command": "python -m evals.decode_modes"})
+    same = "ring-128 | 1,234 | 1.000 [0.900, 1.000] | -0.500 [-0.900, +0.100] | 5 |"
+    assert f"| answers, accuracy | {same}\n| decoded text, perplexity | {same}\n" in table
 
 
 def test_every_scorer_is_in_the_reference_and_in_the_table_to_choose_from(site):
