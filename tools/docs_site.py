@@ -6,7 +6,7 @@
     <!-- serving:serving_published_h200 -->        a table of `evals/results/serving_published_h200.json`
     <!-- equal:serving_published_h200 -->          its engines side by side at an equal batch
     <!-- shapes:budget_shapes_needle -->          likewise, of a comparison of budget shapes
-    <!-- modes:decode_modes_needle -->            likewise, of decode modes over long texts
+    <!-- modes:decode_modes_1k_128 -->           likewise, of decode modes over long texts
     <!-- parallel:parallel_tp1 parallel_tp2 -->   one model on several GPUs, against the same on one
     <!-- notebooks:notebooks -->                  the notebooks of a folder, each with its first paragraph
     <!-- scorers:3 -->                            the reference of every registered scorer, under headings of that level
