@@ -271,8 +271,6 @@ class SparseKVConfig:
             options = {name: value for name, value in options.items() if name == "num_full_layers"}
         if self.pooling == "none":
             options.pop("pool_kernel_size", None)
-        if self.decode not in (None, "replace_lowest"):
-            options.pop("prompt_share", None)
         for name in options.keys() - given:
             object.__setattr__(self, name, options[name])
 
@@ -344,10 +342,12 @@ class SparseKVConfig:
         if self.prompt_share is None:
             return
         check_fraction("prompt_share", self.prompt_share)
+        if self.prompt_share == 0:  # a preset says so, and may be given another mode
+            return
         if self.decode_mode != "replace_lowest":
             raise ConfigError(f"prompt_share={self.prompt_share} has no effect with decode={self.decode_mode!r}")
         decay = self.decode_weights[0]
-        if self.prompt_share > 0 and decay < MIN_DECAY:
+        if decay < MIN_DECAY:
             raise ConfigError(
                 f"prompt_share={self.prompt_share} has no effect with decay={decay}, which forgets every score at "
                 f"once: give a decay of at least {MIN_DECAY:g}, or leave prompt_share out"

@@ -53,6 +53,7 @@ def test_decoding_moves_the_score_by_the_window_unless_told_otherwise(options, w
         ({"decode": "grow"}, 0.0),
         ({"decay": 0}, 0.0),
         ({"decay": 0, "prompt_share": 0}, 0.0),
+        ({"decode": "grow", "prompt_share": 0}, 0.0),
     ],
 )
 def test_the_prompts_share_is_the_options_then_the_scorers_where_scores_decide(options, share):
@@ -67,3 +68,7 @@ def test_a_decay_of_the_scorer_alone_leaves_the_rest_to_the_new_weight():
         decode_decay = 0.75
 
     assert SparseKVConfig(scorer=Slow()).decode_weights == (0.75, 0.25)
+
+
+def test_a_preset_takes_another_mode_later():
+    assert SparseKVConfig(preset="published").with_(decode="ring").decode_mode == "ring"
