@@ -62,12 +62,12 @@ compare = $(BIN)/hf-sparsekv eval --method all --compression 2,4,10 --dtype bflo
   --out $(EVAL_DIR)/comparison_$(1).jsonl --json $(EVAL_DIR)/comparison_$(1).json
 eval: setup
 	$(BIN)/hf-sparsekv fetch --quiet
-	$(call compare,retrieval) --tasks needle,multi_key,key_value --lengths 1024 --seeds $(call odd,2001,2007)
-	$(call compare,words) --tasks document_qa,cloze --lengths 512 --seeds $(call odd,2001,2023)
-	$(call compare,perplexity) --tasks perplexity --lengths 2048 --seeds $(call odd,2001,2015)
-	$(call compare,long_answers) --tasks needle_long,copy --lengths 1024 --seeds $(call odd,2001,2005)
-	$(call compare,mmlu) --tasks mmlu --suite offline --lengths 1024 --seeds 2001
-	$(call compare,needle_2k) --tasks needle --lengths 2048 --seeds 2001,2003
+	$(call compare,retrieval) --tasks needle,multi_key,key_value --lengths 1024 --seeds $(call odd,2001,2015)
+	$(call compare,words) --tasks document_qa,cloze --lengths 512 --seeds $(call odd,2001,2047)
+	$(call compare,perplexity) --tasks perplexity --lengths 2048 --seeds $(call odd,2001,2031)
+	$(call compare,long_answers) --tasks needle_long,copy --lengths 1024 --seeds $(call odd,2001,2011)
+	$(call compare,mmlu) --tasks mmlu --suite offline --lengths 1024 --seeds $(call odd,2001,2007)
+	$(call compare,needle_2k) --tasks needle --lengths 2048 --seeds $(call odd,2001,2007)
 	$(call compare,documents_2k) --tasks document_qa --lengths 2048 --seeds $(call odd,2001,2009)
 	$(BIN)/hf-sparsekv eval --method published-layers --tasks needle,perplexity --lengths 2048 --seeds $(call odd,2001,2005) \
 	  --dtype bfloat16 $(EVAL_ARGS) --out $(EVAL_DIR)/published_layers.jsonl --json $(EVAL_DIR)/published_layers.json

@@ -150,7 +150,8 @@ def test_one_request_on_a_cpu():
 
 
 def test_what_else_was_measured_on_that_card():
-    gains = {gain["concurrency"]: gain for gain in report("prefix_h200")["prefix_gains"]}
+    found = report("prefix_h200")["prefix_gains"]
+    gains = {gain["concurrency"]: gain for gain in found if gain["engine"] == "sparse"}
     text = (
         f"{gains[32]['throughput']:.1f}x output tokens/s at c = 32; first token {gains[1]['ttft']:.1f}x sooner at c = 1"
     )
@@ -194,3 +195,18 @@ def test_the_page_about_several_gpus():
         return f"{100 * min(found):.0f} to {100 * max(found):.0f}%"
 
     assert f"take {span('parallel_h200_tp2_8b')} of it (162 of the 70B model: {span('parallel_h200_tp2_70b')})" in text
+
+
+def test_the_page_on_shared_documents():
+    page = (ROOT / "docs" / "how-to" / "shared-documents.md").read_text(encoding="utf-8")
+    found = report("prefix_h200")
+    gains = {(gain["engine"], gain["concurrency"]): gain for gain in found["prefix_gains"]}
+    for engine in ("dense", "sparse"):
+        runs = {(run["concurrency"], run["prefix_caching"]): run for run in found["runs"] if run["engine"] == engine}
+        first = [runs[1, caching]["ttft_s"]["p50"] for caching in (False, True)]
+        sooner = f"{gains[engine, 1]['ttft']:.1f}x sooner"
+        assert f"first token after, p50 | {first[0]:.2f} s | {first[1]:.2f} s | {sooner} |" in page
+        for clients in (1, 32):
+            rates = [runs[clients, caching]["whole"]["output_tokens_per_s"] for caching in (False, True)]
+            gain = f"{gains[engine, clients]['throughput']:.1f}x"
+            assert f"| {clients} | output tokens/s | {rates[0]:.0f} | {rates[1]:.0f} | {gain} |" in page
