@@ -9,6 +9,7 @@ from evals.decode_modes import DECODED_TEXT, IN_PROMPT, WHILE_DECODING
 
 ROOT = Path(__file__).parents[2]
 PAGE = " ".join((ROOT / "docs" / "benchmarks" / "long-generations.md").read_text(encoding="utf-8").split())
+README = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 NAMES = ("1k_128", "1k_256", "2.7k_256", "2.7k_512")
 DEFAULT, NONE, LARGE = "replace_lowest 0.5", "replace_lowest 0", "replace_lowest 0.75"
 
@@ -34,6 +35,7 @@ def test_without_a_share_no_digits_of_the_prompt_are_left():
 def test_the_default_finds_digits_and_predicts_better():
     found = [f"{figures(name, IN_PROMPT)[DEFAULT]:.2f}".removeprefix("0") for name in NAMES]
     assert "{} and {} of the cases after 384 tokens, {} and {} after 2,048".format(*found) in PAGE
+    assert f"digits are found in {found[1]} of the cases, without that share in none" in README
     assert "by {} to {} nats a token, in all four tables".format(*spread(lambda row: row[NONE] - row[DEFAULT])) in PAGE
 
 
