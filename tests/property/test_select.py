@@ -277,6 +277,16 @@ def test_the_prompts_best_tokens_hold_their_share_of_the_budget(kept, num_free, 
         assert all(after[i] == before[i] for i in range(len(after)) if i not in expected)
 
 
+def test_tokens_whose_scores_differ_by_rounding_alone_hold_places_by_age():
+    config = SparseKVConfig(**BASE | {"budget": 11}, scorer="snapkv", prompt_share=0.5)
+    one = torch.full((1, KV_HEADS, 11), 0.1478959)
+    above = one.nextafter(torch.tensor(1.0))
+    scores = torch.where(torch.arange(11) % 2 == 0, above, one)
+    scores[:, 1, 7] = 0.148  # more than rounding
+    pinned = pin_prompt(scores, int32([11]), int32([11]), config)
+    assert [(row == INF).nonzero().flatten().tolist() for row in pinned[0]] == [[1, 2, 3, 4], [1, 2, 3, 7]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("share", "num_free", "num_pinned"), [(1.0, 989, 989), (0.29, 100, 29), (0.018, 1500, 27)])
 def test_a_share_is_counted_in_whole_tokens_whatever_dtype_torch_defaults_to(share, num_free, num_pinned, dtype):
