@@ -89,7 +89,8 @@ class SparseKVConfig:
     """Weight of the old score in each decode step, in [0, 1]. Default 1 - 1 / observation_window."""
     prompt_share: float | None = None
     """In "replace_lowest", the part of the free budget, in [0, 1], that the prompt's best-scored tokens hold for good,
-    however long the answer gets. Default: the scorer's, 0.5, or 0 where its paper says what decoding replaces."""
+    until a further turn selects anew. Default: the scorer's, 0.5, or 0 for h2o, keyformer and tova, which replace as
+    their papers say; and 0 where `decay` comes to 0, as it does with an `observation_window` of 1."""
     prefill: str = "exact"
     """"exact": a window layer selects once, at the prompt's end; "bounded": after every `prefill_chunk_tokens`, so that
     it never holds more than its budget and a chunk: an approximation, what one chunk loses no later one sees."""

@@ -17,6 +17,8 @@ from hf_sparsekv.scorers.base import POOLINGS
 from hf_sparsekv.scorers.checks import MAX_SCORE, is_pool_width
 
 NEVER_EVICTED = float("inf")
+SAME_SCORE = 1e-6
+"""Neighbouring scores this close, relatively, differ by rounding alone."""
 
 
 @dataclass(frozen=True)
@@ -183,20 +185,44 @@ def pin_prompt(scores: Tensor, counts: Tensor, budgets: Tensor, config: SparseKV
     num_kept = counts.long()[:, None, None]
     is_recent = (place >= num_kept - config.num_recent_tokens).expand_as(scores)
     is_out = ((place < config.num_sink_tokens) | (place >= num_kept)).expand_as(scores)
-    turn = torch.where(is_out, 2, is_recent.byte())
-    order = scores.masked_fill(turn > 0, 0.0).argsort(dim=-1, descending=True, stable=True)  # ties to the older token
-    order = order.gather(-1, turn.gather(-1, order).argsort(dim=-1, stable=True))
-    ladder = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
-    ranks = torch.empty_like(order).scatter_(-1, order, ladder)
-    num_pinned = ((budgets.long() - config.num_protected) * share).floor()[:, None, None]
+    turn = torch.where(is_out, 2, is_recent.long())
+    ties = _ranks_of_values(scores.masked_fill(turn > 0, 0.0))
+    order = ((turn * scores.shape[-1] + ties) * scores.shape[-1] + place).argsort(dim=-1)  # ties to the older token
+    ranks = torch.empty_like(order).scatter_(-1, order, place.expand_as(order))
+    num_free = (budgets.long() - config.num_protected).double()
+    num_pinned = (num_free * share + 1e-6).floor()[:, None, None]  # 0.29 * 100 is 28.999999999999996: that is 29 tokens
     return scores.masked_fill((ranks < num_pinned) & ~is_out, NEVER_EVICTED)
 
 
-def unpinned(scores: Tensor) -> Tensor:
-    """fp32 [B, K, C]: scores that decoding has left; tokens it could not replace get the highest of the others'."""
-    is_pinned = scores == NEVER_EVICTED
-    others = torch.nn.functional.pad(scores.masked_fill(is_pinned, 0.0), (0, 1))  # there may be none
-    return torch.where(is_pinned, others.amax(dim=-1, keepdim=True), scores)
+def _ranks_of_values(scores: Tensor) -> Tensor:
+    """int64 [B, K, C]: 0 for the highest value and those equal to it up to rounding, then 1, and so on.
+
+    Pooling gives all tokens of a short prompt one average, but for the last bit. Who keeps a place for good must not
+    depend on that bit: it differs from batch to batch.
+    """
+    values, order = scores.sort(dim=-1, descending=True)
+    is_lower = values.diff(dim=-1).neg() > SAME_SCORE * values[..., :-1].abs()
+    ranks = torch.nn.functional.pad(is_lower.cumsum(dim=-1), (1, 0))
+    return torch.empty_like(order).scatter_(-1, order, ranks)
+
+
+def unpinned(scores: Tensor, num_sinks: int) -> Tensor:
+    """Scores that decoding has left, for a scorer to go on with: those of tokens that held their places made finite.
+
+    They get the highest of the others'. Sinks count only where there is no other: what attention they gather would hold
+    these tokens against everything that a later turn looks at.
+
+    Args:
+        scores: fp32 [B, K, C], in ascending order of position.
+        num_sinks: how many of the first are sinks.
+    Returns:
+        fp32 [B, K, C], a copy; 0 in place of infinity where nothing else is left.
+    """
+    is_pinned, nothing = scores == NEVER_EVICTED, -NEVER_EVICTED
+    others = torch.nn.functional.pad(scores.masked_fill(is_pinned, nothing), (0, num_sinks + 1), value=nothing)
+    highest, with_sinks = (t.amax(dim=-1, keepdim=True) for t in (others[..., num_sinks:], others))
+    highest = torch.where(highest == nothing, with_sinks, highest)
+    return torch.where(is_pinned, highest.masked_fill(highest == nothing, 0.0), scores)
 
 
 def decode_scores(retained: Tensor, is_kept: Tensor, positions: Tensor, config: SparseKVConfig) -> Tensor:

@@ -204,7 +204,9 @@ def _gather(layer: WindowLayer, rows: slice) -> _Candidates:
     order = slots.positions[rows, :, :stored].argsort(dim=-1)
     spread = order[..., None].expand(*order.shape, keys.shape[3])
     old_positions = slots.positions[rows, :, :stored].gather(-1, order).long()
-    carried = None if _holds_ages(layer) else unpinned(slots.scores[rows, :, :stored]).gather(-1, order)
+    carried = None
+    if not _holds_ages(layer):
+        carried = unpinned(slots.scores[rows, :, :stored].gather(-1, order), layer.config.num_sink_tokens)
     if layer.chunk_scores is not None:
         carried = layer.chunk_scores[rows, :, :stored]  # ascending already: nothing was decoded since
     return _Candidates(
@@ -224,7 +226,9 @@ def _carried_columns(layer: WindowLayer, rows: slice, columns: Tensor | slice) -
         return torch.nn.functional.pad(layer.chunk_scores, (0, missing))[rows][:, :, columns]
     if layer.column_scores is None or _holds_ages(layer):
         return None
-    return unpinned(column_scores(layer)[rows][:, :, columns])  # a copy: the scores will be written over
+    scores, num_new = column_scores(layer)[rows][:, :, columns], layer.num_new(rows.start)
+    before = unpinned(scores[:, :, : scores.shape[2] - num_new], layer.config.num_sink_tokens)
+    return torch.nn.functional.pad(before, (0, num_new))  # a copy: the scores will be written over
 
 
 def _holds_ages(layer: WindowLayer) -> bool:

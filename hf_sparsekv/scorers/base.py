@@ -70,7 +70,7 @@ class ScoreInputs:
     """fp32 [B, H, A], log-sum-exp of those rows where the attention backend returned it."""
     carried: Tensor | None = None
     """fp32 [B, K, N]: score that stored tokens kept from turns and decoding before, 0 for new ones; None at first.
-    Those that the prompt held for good have the highest of the others'.
+    Those that the prompt held for good have the highest of the others', sinks aside.
     Between the chunks of a bounded prefill: the scorer's own scores, before pooling."""
     positions: Tensor | None = None
     """int64 [B, K, N]: position of every key; None when key j simply has position j."""

@@ -82,6 +82,19 @@ def test_a_later_turn_selects_anew_and_holds_its_own_share(tiny_llama, scorer, p
         assert not window.slots.scores.isnan().any()
 
 
+def test_a_later_turn_may_replace_what_the_prompt_held(tiny_llama):
+    """A scorer that adds up must not go on with what sinks have gathered: nothing of the turn would ever score more."""
+    model = tiny_llama(num_layers=3, attn_implementation="sparsekv")
+    cache = skv.SparseKVCache(model.config, skv.SparseKVConfig(**METHOD, scorer="h2o", prompt_share=1.0))
+    held = []
+    for turn in (60, 200):
+        feed(model, cache, torch.randint(3, 256, (1, turn)))
+        cache.compress()
+        held.append([{p for p in head if SINKS <= p < 60 - RECENT} for head in stored(cache)])
+    assert all(len(first) == FREE for first in held[0])
+    assert all(len(later) < FREE for later in held[1])
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("scorer", ["hybrid", "h2o"])
 def test_the_engine_holds_what_generate_holds(tiny_llama, scorer, share):

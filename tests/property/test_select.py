@@ -1,5 +1,6 @@
 """Laws of a selection, for any scores, budgets and lengths: what stays, in which order, with which score."""
 
+from fractions import Fraction
 from itertools import pairwise
 from math import floor
 
@@ -259,33 +260,65 @@ def test_a_ring_goes_on_with_ages_and_freezes_what_the_scorer_says(kept, freezes
 
 
 @LAWS
-@given(retained_scores(), st.integers(0, 30), st.sampled_from([0.0, 0.25, 0.5, 0.99, 1.0]))
+@given(retained_scores(), st.integers(0, 30), st.sampled_from(["0", "0.25", "0.29", "0.5", "0.7", "0.99", "1"]))
 def test_the_prompts_best_tokens_hold_their_share_of_the_budget(kept, num_free, share):
     scores, is_kept, _ = kept
     count, sinks, recent = int(is_kept[0, 0].sum()), BASE["num_sink_tokens"], BASE["num_recent_tokens"]
     budget = sinks + recent + num_free
     count = min(count, budget)
-    config = SparseKVConfig(**BASE | {"budget": budget}, scorer="snapkv", prompt_share=share)
+    config = SparseKVConfig(**BASE | {"budget": budget}, scorer="snapkv", prompt_share=float(share))
     pinned = pin_prompt(scores, int32([count]), int32([budget]), config)
     for head in range(KV_HEADS):
         before, after = scores[0, head].tolist(), pinned[0, head].tolist()
         others = sorted(range(min(sinks, count), max(sinks, count - recent)), key=lambda i: (-before[i], i))
         newest = range(max(sinks, count - recent), count)
-        expected = set([*others, *newest][: floor(share * num_free)])
+        expected = set([*others, *newest][: floor(Fraction(share) * num_free)])
         assert {i for i, score in enumerate(after) if score == INF} == expected
         assert all(after[i] == before[i] for i in range(len(after)) if i not in expected)
 
 
+def test_tokens_whose_scores_differ_by_rounding_alone_hold_places_by_age():
+    config = SparseKVConfig(**BASE | {"budget": 11}, scorer="snapkv", prompt_share=0.5)
+    one = torch.full((1, KV_HEADS, 11), 0.1478959)
+    above = one.nextafter(torch.tensor(1.0))
+    scores = torch.where(torch.arange(11) % 2 == 0, above, one)
+    scores[:, 1, 7] = 0.148  # more than rounding
+    pinned = pin_prompt(scores, int32([11]), int32([11]), config)
+    assert [(row == INF).nonzero().flatten().tolist() for row in pinned[0]] == [[1, 2, 3, 4], [1, 2, 3, 7]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("share", "num_free", "num_pinned"), [(1.0, 989, 989), (0.29, 100, 29), (0.018, 1500, 27)])
+def test_a_share_is_counted_in_whole_tokens_whatever_dtype_torch_defaults_to(share, num_free, num_pinned, dtype):
+    config = SparseKVConfig(**BASE | {"budget": 3 + num_free}, scorer="snapkv", prompt_share=share)
+    full = int32([3 + num_free])
+    scores = torch.rand(1, KV_HEADS, 3 + num_free)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # as while transformers builds a model
+    try:
+        pinned = pin_prompt(scores, full, full, config)
+    finally:
+        torch.set_default_dtype(before)
+    assert (pinned == INF).sum(dim=-1).tolist() == [[num_pinned] * KV_HEADS]
+
+
 @LAWS
-@given(retained_scores())
-def test_what_held_its_place_is_carried_on_with_the_highest_other_score(kept):
+@given(retained_scores(), st.integers(0, 3), st.sets(st.integers(0, 11)))
+def test_what_held_its_place_is_carried_on_with_the_highest_score_that_is_no_sinks(kept, num_sinks, held):
     scores = kept[0]
     pinned = scores.clone()
-    pinned[..., ::2] = INF
-    carried = unpinned(pinned)
-    assert torch.equal(carried[..., 1::2], scores[..., 1::2])
-    highest = scores[..., 1::2].amax(-1, keepdim=True).clamp_min(0) if scores.shape[-1] > 1 else torch.zeros(1)
-    assert torch.equal(carried[..., ::2], highest.expand_as(carried[..., ::2]))
+    held = [place for place in held if num_sinks <= place < scores.shape[-1]]
+    pinned[..., held] = INF
+    carried = unpinned(pinned, num_sinks)
+    for head in range(KV_HEADS):
+        before, after = scores[0, head].tolist(), carried[0, head].tolist()
+        others = [before[place] for place in range(num_sinks, len(before)) if place not in held]
+        highest = max(others or before[:num_sinks] or [0.0])
+        assert after == [highest if place in held else before[place] for place in range(len(before))]
+
+
+def test_of_a_request_without_a_token_nothing_is_carried_on():
+    assert unpinned(torch.zeros(1, KV_HEADS, 0), 4).shape == (1, KV_HEADS, 0)
 
 
 @LAWS
