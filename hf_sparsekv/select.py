@@ -175,8 +175,8 @@ def pin_prompt(scores: Tensor, counts: Tensor, budgets: Tensor, config: SparseKV
         config: the share, sinks and recent tokens.
     Returns:
         fp32 [B, K, C]: infinity at that share of the places that are neither sinks' nor recent tokens', rounded down.
-        Recent tokens follow when the prompt has too few others, the oldest first: each of them
-        has looked at itself, so their scores say little.
+        Recent tokens follow when the prompt has too few others, the oldest first: each of them has looked at itself, so
+        their scores say little.
     """
     share = config.pinned_share
     if share == 0.0:
