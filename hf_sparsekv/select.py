@@ -4,6 +4,7 @@ Tensors only: no cache, request or model is known here. Shapes: B request, K KV 
 """
 
 from dataclasses import dataclass, replace
+from math import floor
 
 import torch
 from torch import Tensor
@@ -17,8 +18,6 @@ from hf_sparsekv.scorers.base import POOLINGS
 from hf_sparsekv.scorers.checks import MAX_SCORE, is_pool_width
 
 NEVER_EVICTED = float("inf")
-SAME_SCORE = 1e-6
-"""Neighbouring scores this close, relatively, differ by rounding alone."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def select_kept(
     return Kept(index, counts, kept_scores)
 
 
-def pin_prompt(scores: Tensor, counts: Tensor, budgets: Tensor, config: SparseKVConfig) -> Tensor:
+def pin_prompt(scores: Tensor, count: int, budget: int, config: SparseKVConfig) -> Tensor:
     """Let a prompt keep its share of the budget while decoding: its best-scored tokens get a score that never falls.
 
     Decoding looks at little of a prompt at a time, and forgets the rest within a budget's length. What comes later may
@@ -170,40 +169,29 @@ def pin_prompt(scores: Tensor, counts: Tensor, budgets: Tensor, config: SparseKV
 
     Args:
         scores: fp32 [B, K, C], `Kept.scores`.
-        counts: int32 [B], tokens kept, the first of the C, in ascending order of position.
-        budgets: int32 [B], what the layer may hold, at least `counts`.
+        count: tokens kept, the first of the C, in ascending order of position.
+        budget: what the layer may hold, at least `count`.
         config: the share, sinks and recent tokens.
     Returns:
-        fp32 [B, K, C]: infinity at that share of the places that are neither sinks' nor recent tokens', rounded down.
-        Recent tokens follow when the prompt has too few others, the oldest first: each of them has looked at itself, so
-        their scores say little.
+        fp32 [B, K, C]: infinity at that share of the places that are neither sinks' nor recent tokens', rounded down;
+        scores are compared as bf16, ties go to the older token. Recent tokens follow when the prompt has too few
+        others, the oldest first: each of them has looked at itself, so their scores say little.
     """
-    share = config.pinned_share
-    if share == 0.0:
+    num_free = budget - config.num_protected
+    num_pinned = floor(num_free * config.pinned_share + 1e-6)  # 0.29 * 100 is 28.999999999999996: that is 29 tokens
+    if num_pinned <= 0:
         return scores
-    place = torch.arange(scores.shape[-1], device=scores.device)
-    num_kept = counts.long()[:, None, None]
-    is_recent = (place >= num_kept - config.num_recent_tokens).expand_as(scores)
-    is_out = ((place < config.num_sink_tokens) | (place >= num_kept)).expand_as(scores)
-    turn = torch.where(is_out, 2, is_recent.long())
-    ties = _ranks_of_values(scores.masked_fill(turn > 0, 0.0))
-    order = ((turn * scores.shape[-1] + ties) * scores.shape[-1] + place).argsort(dim=-1)  # ties to the older token
-    ranks = torch.empty_like(order).scatter_(-1, order, place.expand_as(order))
-    num_free = (budgets.long() - config.num_protected).double()
-    num_pinned = (num_free * share + 1e-6).floor()[:, None, None]  # 0.29 * 100 is 28.999999999999996: that is 29 tokens
-    return scores.masked_fill((ranks < num_pinned) & ~is_out, NEVER_EVICTED)
-
-
-def _ranks_of_values(scores: Tensor) -> Tensor:
-    """int64 [B, K, C]: 0 for the highest value and those equal to it up to rounding, then 1, and so on.
-
-    Pooling gives all tokens of a short prompt one average, but for the last bit. Who keeps a place for good must not
-    depend on that bit: it differs from batch to batch.
-    """
-    values, order = scores.sort(dim=-1, descending=True)
-    is_lower = values.diff(dim=-1).neg() > SAME_SCORE * values[..., :-1].abs()
-    ranks = torch.nn.functional.pad(is_lower.cumsum(dim=-1), (1, 0))
-    return torch.empty_like(order).scatter_(-1, order, ranks)
+    first, end = config.num_sink_tokens, max(config.num_sink_tokens, count - config.num_recent_tokens)
+    pinned = scores.clone()
+    if num_pinned >= end - first:
+        pinned[..., first : min(count, first + num_pinned)] = NEVER_EVICTED
+        return pinned
+    # Pooling gives all tokens of a short prompt one average, but for last bits that differ from batch to batch. Without
+    # those bits they are equal, and ties go to the older token.
+    rough = pinned[..., first:end].bfloat16()
+    best = rough.sort(dim=-1, descending=True, stable=True).indices[..., :num_pinned]
+    pinned[..., first:end].scatter_(-1, best, NEVER_EVICTED)
+    return pinned
 
 
 def unpinned(scores: Tensor, num_sinks: int) -> Tensor:

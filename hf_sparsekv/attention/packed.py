@@ -69,6 +69,7 @@ class _KeptSlots:
     slots: Kept
     positions: Tensor
     """int64 [1, K, C], -1 where nothing is kept."""
+    count: int
     budget: int
 
 
@@ -358,11 +359,11 @@ class PackedStep:
         positions = kept.index
         if candidates is not None:
             positions = candidates.gather(-1, kept.index.clamp_min(0)).masked_fill(kept.index < 0, -1)
+        count = min(budget, keys.shape[2])
         if not chunk.is_last:
-            count = min(budget, keys.shape[2])
             chunk.remains.keep(layer_idx, positions, kept_raw_scores(scores, kept), count)
         elif not place.is_append:
-            chunk.kept.append(_KeptSlots(place, kept, positions, budget))
+            chunk.kept.append(_KeptSlots(place, kept, positions, count, budget))
 
 
 def _lse_of_last(lse: Tensor | None, num_rows: int) -> Tensor | None:
@@ -378,15 +379,14 @@ def _write_row(chunk: PromptChunk) -> None:
     rows.slot_budgets[:, row] = to_device(budgets, rows.slot_budgets.device)
     rows.slot_next[:, row] = chunk.seen
     pinned = []
-    for layers in _of_equal_capacity(chunk.kept):
+    for layers in _alike(chunk.kept):
         at = slice(layers[0].place.index, layers[-1].place.index + 1)
-        lengths, limits = rows.slot_lengths[at, row], rows.slot_budgets[at, row]
-        scores = pin_prompt(torch.cat([entry.slots.scores for entry in layers]), lengths, limits, config)
+        scores = pin_prompt(torch.cat([e.slots.scores for e in layers]), layers[0].count, layers[0].budget, config)
         rows.victims[at, row] = ops.find_victim(
             scores,
             torch.cat([entry.positions for entry in layers]).int(),
-            lengths,
-            limits,
+            rows.slot_lengths[at, row],
+            rows.slot_budgets[at, row],
             rows.slot_next[at, row],
             config.num_sink_tokens,
             config.num_recent_tokens,
@@ -395,6 +395,6 @@ def _write_row(chunk: PromptChunk) -> None:
     rows.set_slots(row, torch.cat([entry.positions.flatten() for entry in chunk.kept]), torch.cat(pinned))
 
 
-def _of_equal_capacity(kept: list[_KeptSlots]) -> list[list[_KeptSlots]]:
-    """Neighbouring layers with as many slots."""
-    return [list(group) for _, group in itertools.groupby(kept, key=lambda entry: entry.place.capacity)]
+def _alike(kept: list[_KeptSlots]) -> list[list[_KeptSlots]]:
+    """Neighbouring layers with as many slots, tokens and budget."""
+    return [list(g) for _, g in itertools.groupby(kept, key=lambda e: (e.place.capacity, e.count, e.budget))]

@@ -103,7 +103,7 @@ def finish_chunk(layer: WindowLayer, scale: float, *, is_last: bool = False) -> 
         candidates = _gather(layer, rows)
         scores = _score(layer, candidates, scale, is_last)
         if fits:
-            remembered.append((rows, *_all_scores(layer, scores, candidates, budgets[rows])))
+            remembered.append((rows, *_all_scores(layer, scores, candidates, budgets[rows.start])))
         else:
             store, raw_scores = _keep(layer, candidates, scores, budgets[rows], max(budgets))
             parts.append(store)
@@ -263,12 +263,12 @@ def _score(layer: WindowLayer, candidates: _Candidates, scale: float, is_last: b
 def _keep(
     layer: WindowLayer, candidates: _Candidates, scores: Tensor | TwoLists, budgets: list[int], capacity: int
 ) -> tuple[SlotStore, Tensor]:
-    """The slots that stay, and their scores before pooling, fp32 [B, K, C]."""
+    """The slots that stay, and their scores before pooling, fp32 [B, K, C]; budgets are equal, since lengths are."""
     budget_tensor = to_device(torch.tensor(budgets, dtype=torch.int32), candidates.keys.device)
     kept = select_kept(scores, budget_tensor, capacity, candidates.positions, layer.config)
     pair = ops.compact(candidates.keys, candidates.values, kept.index)
     positions = candidates.positions.gather(-1, kept.index.clamp_min(0)).masked_fill(kept.index < 0, -1)
-    pinned = pin_prompt(kept.scores, kept.counts, budget_tensor, layer.config)
+    pinned = pin_prompt(kept.scores, min(candidates.keys.shape[2], budgets[0]), budgets[0], layer.config)
     store = _new_store(layer, pair, positions, pinned, kept.counts, budgets, candidates.num_seen)
     return store, kept_raw_scores(scores, kept)
 
@@ -310,14 +310,13 @@ def _new_store(
 
 
 def _all_scores(
-    layer: WindowLayer, scores: Tensor | TwoLists, candidates: _Candidates, budgets: list[int]
+    layer: WindowLayer, scores: Tensor | TwoLists, candidates: _Candidates, budget: int
 ) -> tuple[Tensor, Tensor]:
     """Of a prompt that fits, what decoding goes on with when it has to replace, and the next chunk; fp32 [B, K, N]."""
     batch, _, num_keys, _ = candidates.keys.shape
     everything = torch.full((batch,), num_keys, dtype=torch.int32, device=candidates.keys.device)
     kept = select_kept(scores, everything, num_keys, candidates.positions, layer.config)
-    budget_tensor = to_device(torch.tensor(budgets, dtype=torch.int32), everything.device)
-    return pin_prompt(kept.scores, kept.counts, budget_tensor, layer.config), kept_raw_scores(scores, kept)
+    return pin_prompt(kept.scores, num_keys, budget, layer.config), kept_raw_scores(scores, kept)
 
 
 def column_scores(layer: WindowLayer) -> Tensor:
