@@ -123,7 +123,7 @@ def test_the_text_below_the_table_of_answers():
         method: shares("comparison_mmlu", "mmlu", method, "aware", lambda row: row["agreement"]["same_choice"])[1]
         for method in ("balanced", "question-in-window", "tova")
     }
-    text = "in {} (`question-in-window`: {}) of the cases at 4x, TOVA in {} (n = 20"
+    text = "in {} (`question-in-window`: {}) of the cases at 4x, TOVA in {} (n = 80"
     assert text.format(*map(short, (same["balanced"], same["question-in-window"], same["tova"]))) in WORDS
     methods = {row["config"].rpartition("-")[0] for row in report("comparison_retrieval")["rows"]} - {""}
     assert len(methods) == 14 and "All fourteen methods" in WORDS
