@@ -58,3 +58,11 @@ def test_only_growing_knows_what_was_told_while_decoding(name):
     found = figures(name, WHILE_DECODING)
     assert found["grow"] == found["dense"] == 1
     assert all(value < 0.15 for mode, value in found.items() if mode not in ("grow", "dense"))
+
+
+def test_the_second_model():
+    found = figures("second_256", IN_PROMPT)
+    assert (found[NONE], found[DEFAULT]) == (0, 0.75) and "to three of four with half" in PAGE
+    text = figures("second_256", DECODED_TEXT)
+    better = f"{text[NONE] - text[DEFAULT]:.3f}".removeprefix("0")
+    assert f"the decoded text is predicted better by {better} nats" in PAGE
