@@ -14,7 +14,7 @@ Shapes: B sample, T decoded token, V vocabulary.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from hf_sparsekv.bench.program import at_least, ended
 from hf_sparsekv.cli.bench_options import check_writable
 from hf_sparsekv.cli.loading import load_weights, open_model
 from hf_sparsekv.errors import InputError
+from hf_sparsekv.hf.models import text_config
 from hf_sparsekv.models_store import BUILTIN_ALIAS
 from hf_sparsekv.scorers.base import DECODE_MODES
 
@@ -179,28 +180,35 @@ def _measure(args: argparse.Namespace) -> None:
     check_writable(args.json)
     source = open_model(args.model, trust_remote_code=False, console=console)
     grid = {"lengths": args.lengths, "seeds": args.seeds, "modes": [AGNOSTIC]}
-    text, samples = essay_samples(source, console, tasks=args.tasks, essay=args.essay, **grid)
+    essay, samples = essay_samples(source, console, tasks=args.tasks, essay=args.essay, **grid)
+    # Before the weights are read: a wrong option costs no time then.
+    configs = configs_of(
+        text_config(source.config).num_hidden_layers, args.budgets, args.shares, {"scorer": args.scorer}
+    )
     model = load_weights(source, dtype=args.dtype, device=args.device, console=console)
     skv.register()
     model.set_attn_implementation("sparsekv")
-    configs = configs_of(model.config.num_hidden_layers, args.budgets, args.shares, {"scorer": args.scorer})
     facts: dict[str, Any] = {
         "kind": "decode_modes",
         "command": "python -m evals.decode_modes " + " ".join(sys.argv[1:]),
     }
     facts |= {"commit": commit(), "versions": versions(), "prompts": SCORED_TEXTS, "num_decoded": args.decoded}
     facts |= {"model": model_facts(model, args.model), "configs": {n: c.to_dict() for n, c in configs.items()}}
-    facts |= {"essay": {"name": text.essay.name, "sha256": text.essay.sha256}}
-    rows: list[dict[str, Any]] = []
+    facts |= {"essay": {"name": essay.essay.name, "sha256": essay.essay.sha256}}
+    finished: list[dict[str, Any]] = []
     groups = {(s.task, s.budget_tokens) for s in samples}
     for task, length in sorted(groups):
         batch = [s for s in samples if (s.task, s.budget_tokens) == (task, length)]
-        found = {}
+        found: dict[str, Decoded] = {}
+        rows: list[dict[str, Any]] = []
         for name, config in configs.items():
             console.print(f"{task}, {length} tokens, {name}, {len(batch)} samples")
             found[name] = decode(model, config, batch, args.decoded)
-        rows += [{"budget_tokens": length} | row for row in rows_of(batch, found, configs, args.decoded)]
-        args.json.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+            rows = [{"budget_tokens": length} | row for row in rows_of(batch, found, configs, args.decoded)]
+            # After each configuration, which may have taken minutes: what an interrupt leaves is whole.
+            text = json.dumps(facts | {"rows": finished + rows}, indent=1)
+            args.json.write_text(text + "\n", encoding="utf-8")
+        finished += rows
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -208,16 +216,19 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m evals.decode_modes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
-    def numbers_of(kind: type[int] | type[float]) -> Callable[[str], list[Any]]:
-        return lambda text: [kind(part) for part in text.split(",")]
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    def fractions(text: str) -> list[float]:
+        return [float(part) for part in text.split(",")]
 
     parser.add_argument("--model", default=BUILTIN_ALIAS, help="built-in alias, folder or hub id")
     parser.add_argument("--tasks", default="needle,perplexity")
-    parser.add_argument("--lengths", type=numbers_of(int), default=[1024])
-    parser.add_argument("--seeds", type=numbers_of(int), default=[1, 3], help="odd ones read the half of the report")
+    parser.add_argument("--lengths", type=numbers, default=[1024])
+    parser.add_argument("--seeds", type=numbers, default=[1, 3], help="odd ones read the half of the report")
     parser.add_argument("--decoded", type=at_least(1), default=640, help="tokens before the answer that are decoded")
-    parser.add_argument("--budgets", type=numbers_of(int), default=[128, 256])
-    parser.add_argument("--shares", type=numbers_of(float), default=[0.0, 0.25, 0.5, 0.75], help="that a prompt holds")
+    parser.add_argument("--budgets", type=numbers, default=[128, 256])
+    parser.add_argument("--shares", type=fractions, default=[0.0, 0.25, 0.5, 0.75], help="that a prompt holds")
     parser.add_argument("--scorer", default="hybrid")
     parser.add_argument("--essay", choices=SOURCES, default="auto")
     parser.add_argument("--dtype", default="float32")
