@@ -209,6 +209,7 @@ def _measure(args: argparse.Namespace) -> None:
             text = json.dumps(facts | {"rows": finished + rows}, indent=1)
             args.json.write_text(text + "\n", encoding="utf-8")
         finished += rows
+    console.print(f"written to {args.json}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -228,7 +229,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=numbers, default=[1, 3], help="odd ones read the half of the report")
     parser.add_argument("--decoded", type=at_least(1), default=640, help="tokens before the answer that are decoded")
     parser.add_argument("--budgets", type=numbers, default=[128, 256])
-    parser.add_argument("--shares", type=fractions, default=[0.0, 0.25, 0.5, 0.75], help="that a prompt holds")
+    parser.add_argument(
+        "--shares", type=fractions, default=[0.0, 0.25, 0.5, 0.75], help="of the free budget that a prompt holds"
+    )
     parser.add_argument("--scorer", default="hybrid")
     parser.add_argument("--essay", choices=SOURCES, default="auto")
     parser.add_argument("--dtype", default="float32")

@@ -346,7 +346,10 @@ class SparseKVConfig:
         if self.prompt_share == 0:  # a preset says so, and may be given another mode
             return
         if self.decode_mode != "replace_lowest":
-            raise ConfigError(f"prompt_share={self.prompt_share} has no effect with decode={self.decode_mode!r}")
+            raise ConfigError(
+                f"prompt_share={self.prompt_share} has no effect with decode={self.decode_mode!r}: leave it out, or "
+                "take decode='replace_lowest'"
+            )
         decay = self.decode_weights[0]
         if decay < MIN_DECAY:
             raise ConfigError(

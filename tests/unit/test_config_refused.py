@@ -136,7 +136,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("decay-of-ring-scorer", {"decay": 0.5, "scorer": "streaming_llm"}, "decay=0.5 has no effect with decode='ring'"),
     ("share-large", {"prompt_share": 1.5}, r"prompt_share must be a number in \[0, 1\]: got 1.5"),
     ("share-nan", {"prompt_share": NAN}, r"prompt_share must be a number in \[0, 1\]: got nan"),
-    ("share-ring", {"prompt_share": 0.5, "decode": "ring"}, "prompt_share=0.5 has no effect with decode='ring'"),
+    (
+        "share-ring",
+        {"prompt_share": 0.5, "decode": "ring"},
+        "prompt_share=0.5 has no effect with decode='ring': leave it out, or",
+    ),
     ("share-grow", {"prompt_share": 0.1, "decode": "grow"}, "prompt_share=0.1 has no effect with decode='grow'"),
     (
         "share-of-what-is-forgotten",
